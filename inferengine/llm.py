@@ -12,7 +12,7 @@ from typing import Any, TypedDict, Unpack
 
 from inferengine.config import Config
 from inferengine.config import load as load_config
-from inferengine.core.executor import Executor
+from inferengine.core.executor import AdapterStore, Executor
 from inferengine.core.mask_threads import num_mask_threads
 from inferengine.core.scheduler.admission import check_prompt, resolve_max_tokens
 from inferengine.core.scheduler.scheduler import StepOutput
@@ -199,18 +199,20 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | None = None,
         progress: bool = True,
         **structured: Unpack[StructuredOutput],
     ) -> list[Generation]:
         """Complete each prompt (text or token ids); the results come in the order of the prompts.
 
-        `params` is one for all or one each; `structured` takes response_format, structured_outputs or guided_*.
+        `params` is one for all or one each; `adapter` names a LoRA adapter of the folder model.adapters; `structured`
+        takes response_format, structured_outputs or guided_*.
         Raises InvalidRequest naming the field of the first request that cannot run; then nothing has run.
         """
         listed = self._as_list(prompts)
         per_prompt = _params_of_each(params, len(listed))
-        spec = read_grammar(structured)
-        jobs = [self._job(prompt, chosen, spec) for prompt, chosen in zip(listed, per_prompt, strict=True)]
+        spec, number = read_grammar(structured), self._adapter(adapter)
+        jobs = [self._job(prompt, chosen, spec, number) for prompt, chosen in zip(listed, per_prompt, strict=True)]
         return self._run(jobs, spec, progress)
 
     def chat(
@@ -218,6 +220,7 @@ class LLM:
         conversations: ChatMessages | Sequence[ChatMessages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | None = None,
         progress: bool = True,
         template: Mapping[str, Any] | None = None,
         **structured: Unpack[StructuredOutput],
@@ -238,10 +241,15 @@ class LLM:
             )
             for messages in listed
         ]
-        return self.generate(prompts, params, progress=progress, **structured)
+        return self.generate(prompts, params, adapter=adapter, progress=progress, **structured)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: str | None = None, progress: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        adapter: str | None = None,
+        progress: bool = True,
     ) -> list[Embedding]:
         """The embedding of each prompt (text or token ids), in their order: of the final hidden states the last token's
         or the mean, as `pooling` or else model.pooling says.
@@ -252,7 +260,7 @@ class LLM:
         pooling = pooling or self._pooling
         if pooling not in POOLINGS:
             raise InvalidRequest("pooling", f"must be one of {', '.join(POOLINGS)}")
-        listed = self._as_list(prompts)
+        listed, number = self._as_list(prompts), self._adapter(adapter)
         ids = [self._token_ids(prompt) for prompt in listed]
         for each in ids:
             check_prompt(len(each), self._limits)
@@ -260,8 +268,9 @@ class LLM:
         self._next_uid += len(ids)
         waiting = set(range(first, first + len(ids)))
         for uid, each in enumerate(ids, first):
+            arrival_s = time.monotonic()
             self.core.submit(
-                Request(uid, each, SamplingParams(), max_tokens=0, arrival_s=time.monotonic(), pooling=pooling)
+                Request(uid, each, SamplingParams(), max_tokens=0, arrival_s=arrival_s, pooling=pooling, adapter=number)
             )
         vectors: dict[int, bytes] = {}
         cached: dict[int, int] = {}
@@ -318,14 +327,25 @@ class LLM:
         one: Any = prompts
         return [one] if one and isinstance(one[0], int) else list(one)
 
-    def _job(self, prompt: Prompt, params: SamplingParams, spec: GrammarSpec | None) -> _Job:
+    def _adapter(self, name: str | None) -> int:
+        """The number of a loaded adapter; 0: none."""
+        if name is None:
+            return 0
+        adapters: AdapterStore | None = getattr(self._executor, "adapters", None)
+        numbers = {} if adapters is None else adapters.names()
+        if name not in numbers:
+            known = ", ".join(sorted(numbers)) or "none: set model.adapters"
+            raise InvalidRequest("adapter", f"there is no adapter {name!r}; loaded: {known}", code="model_not_found")
+        return numbers[name]
+
+    def _job(self, prompt: Prompt, params: SamplingParams, spec: GrammarSpec | None, adapter: int) -> _Job:
         ids = self._token_ids(prompt)
         validate(params, vocab_size=self.capacity.vocab_size, limits=self.config.limits)
         if spec is not None:
             validate_grammar(spec, self.config.limits)
             self._grammars.compile(spec)
         max_tokens = resolve_max_tokens(len(ids), params.max_tokens, self._limits, min_tokens=params.min_tokens)
-        return _Job(prompt if isinstance(prompt, str) else None, ids, params, max_tokens)
+        return _Job(prompt if isinstance(prompt, str) else None, ids, params, max_tokens, adapter)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if prompt == "":
@@ -373,6 +393,7 @@ class LLM:
                     uid=uid,
                     prompt_ids=job.prompt_ids,
                     params=of_choice(job.params, index),
+                    adapter=job.adapter,
                     max_tokens=job.max_tokens,
                     eos_token_ids=self._eos,
                     seed=choice_seed(seed, index),
@@ -420,6 +441,7 @@ class _Job:
     prompt_ids: list[int]
     params: SamplingParams
     max_tokens: int
+    adapter: int
 
 
 def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

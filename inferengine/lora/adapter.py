@@ -19,19 +19,19 @@ from inferengine.errors import InferEngineError
 from inferengine.layers.linear import Linear
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAGNITUDE = "magnitude_vector"
 NUMBER = re.compile(r"\.(\d+)\.")
-TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.lora_(?:(A|B)(?:\.default)?\.weight|(magnitude_vector)(?:\.default)?(?:\.weight)?)"
+)
 # Keys that change an adapter's result, with the values that this engine supports.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "use_dora": (False,),
     "lora_bias": (False,),
     "use_qalora": (False,),
     "use_bdlora": (False, {}),
     "modules_to_save": ([],),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
     "layer_replication": ([],),
     "trainable_token_indices": ([], {}),
     "target_parameters": ([],),
@@ -42,10 +42,13 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 class Factors(NamedTuple):
-    """An adapter's change of one projection: y += scaling * (x A^T) B^T. `down` is A [r, in], `up` is B [out, r]."""
+    """An adapter's change of one projection: y += scaling * (x A^T) B^T. `down` is A [r, in], `up` is B [out, r]. With
+    `magnitude` [out], the rows of the changed weight are then scaled to these lengths (DoRA, Liu et al. 2024)."""
 
     down: torch.Tensor
     up: torch.Tensor
+    scaling: float
+    magnitude: torch.Tensor | None = None
 
 
 class Place(NamedTuple):
@@ -60,8 +63,6 @@ class Adapter:
     """A LoRA adapter in host memory."""
 
     name: str
-    rank: int
-    scaling: float
     factors: dict[Place, Factors]
 
 
@@ -71,26 +72,71 @@ def read_adapter(
     """Read and check an adapter for a model whose checkpoint names are `targets` (models/decoder.py). Raises
     InferEngineError naming what is wrong; the model is not touched."""
     config = _config(folder, name)
-    rank, alpha = _positive(config, "r", name), _positive(config, "lora_alpha", name)
-    if rank != int(rank) or rank > max_rank:
-        raise _refused(name, f"r = {rank} is not supported: at most {max_rank} is (model.max_adapter_rank)")
-    scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    sizes = _Sizes(config, name, max_rank)
     places: dict[Place, dict[str, torch.Tensor]] = {}
+    scalings: dict[Place, float] = {}
     try:
         with safe_open(folder / WEIGHTS, framework="pt", device="cpu") as stored:
             for key in list(stored.keys()):
-                place, kind = _place(key, name, model, targets)
+                place, kind, stem = _place(key, name, model, targets)
+                if kind == MAGNITUDE and not config.get("use_dora"):
+                    raise _refused(name, f"the tensor {key} is unexpected: {CONFIG} has no use_dora")
                 tensor = stored.get_tensor(key)
-                _check_shape(tensor, kind, place, int(rank), model, name, key)
-                places.setdefault(place, {})[kind] = _held(tensor, kind, place, model).to(dtype)
+                rank, scalings[place] = sizes.of(stem)
+                _check_shape(tensor, kind, place, rank, model, name, key)
+                if kind != MAGNITUDE:
+                    tensor = _held(tensor, kind, place, model).to(dtype)
+                elif _linear(model, place).held is not None:
+                    raise _refused(name, "use_dora = True is not supported with engine.tensor_parallel")
+                places.setdefault(place, {})[kind] = tensor
     except (OSError, SafetensorError):
         raise _refused(name, f"{WEIGHTS} is missing or no whole safetensors file") from None
-    for place, pair in places.items():
-        if len(pair) < 2:
+    for place, found in places.items():
+        if "A" not in found or "B" not in found:
             raise _refused(name, f"{place.linear} has one of lora_A and lora_B, not both")
+        if config.get("use_dora") and MAGNITUDE not in found:
+            raise _refused(name, f"{place.linear} has no lora_{MAGNITUDE}, though use_dora is true")
     if not places:
         raise _refused(name, f"{WEIGHTS} holds no tensors")
-    return Adapter(name, int(rank), scaling, {place: Factors(pair["A"], pair["B"]) for place, pair in places.items()})
+    return Adapter(
+        name,
+        {
+            place: Factors(found["A"], found["B"], scalings[place], found.get(MAGNITUDE))
+            for place, found in places.items()
+        },
+    )
+
+
+class _Sizes:
+    """The rank and scaling of each module: those of the configuration, or of the patterns that its name ends in."""
+
+    def __init__(self, config: dict[str, Any], name: str, max_rank: int) -> None:
+        self._name, self._max_rank = name, max_rank
+        self._rank, self._alpha = _positive(config, "r", name), _positive(config, "lora_alpha", name)
+        self._ranks, self._alphas = (self._patterns(config, key) for key in ("rank_pattern", "alpha_pattern"))
+        self._is_rslora = bool(config.get("use_rslora"))
+
+    def of(self, stem: str) -> tuple[int, float]:
+        """(rank, scaling) of a module, by its name in the model."""
+        rank, alpha = self._found(self._ranks, stem, self._rank), self._found(self._alphas, stem, self._alpha)
+        if rank != int(rank) or rank > self._max_rank:
+            most = f"at most {self._max_rank} is (model.max_adapter_rank)"
+            raise _refused(self._name, f"r = {rank} is not supported: {most}")
+        return int(rank), alpha / (math.sqrt(rank) if self._is_rslora else rank)
+
+    def _patterns(self, config: dict[str, Any], key: str) -> dict[re.Pattern[str], float]:
+        values = config.get(key) or {}
+        if not isinstance(values, dict):
+            raise _refused(self._name, f"{CONFIG}: {key} must be an object")
+        try:
+            return {
+                re.compile(rf"(?:.*\.)?(?:{pattern})"): _positive(values, pattern, self._name) for pattern in values
+            }
+        except re.error:
+            raise _refused(self._name, f"{CONFIG}: {key} has what is no regular expression") from None
+
+    def _found(self, patterns: dict[re.Pattern[str], float], stem: str, default: float) -> float:
+        return next((value for pattern, value in patterns.items() if pattern.fullmatch(stem)), default)
 
 
 def _config(folder: Path, name: str) -> dict[str, Any]:
@@ -114,8 +160,8 @@ def _positive(config: dict[str, Any], key: str, name: str) -> float:
     return value
 
 
-def _place(key: str, name: str, model: nn.Module, targets: Mapping[str, Any]) -> tuple[Place, str]:
-    """The projection that a tensor of the adapter belongs to, and A or B."""
+def _place(key: str, name: str, model: nn.Module, targets: Mapping[str, Any]) -> tuple[Place, str, str]:
+    """The projection that a tensor of the adapter belongs to, A or B or MAGNITUDE, and the adapter's name for it."""
     match = TENSOR.fullmatch(key)
     number = NUMBER.search(key)
     stem = match.group(1) if match else ""
@@ -130,28 +176,32 @@ def _place(key: str, name: str, model: nn.Module, targets: Mapping[str, Any]) ->
         module = None
     if not isinstance(module, Linear):
         raise _refused(name, f"the tensor {key} adapts what is no linear layer of this model, which is not supported")
-    return Place(linear, target.part if len(module.parts) > 1 else None), match.group(2)
+    return Place(linear, target.part if len(module.parts) > 1 else None), match.group(2) or MAGNITUDE, stem
+
+
+def _linear(model: nn.Module, place: Place) -> Linear:
+    module = model.get_submodule(place.linear)
+    assert isinstance(module, Linear)  # checked by `_place`
+    return module
 
 
 def _check_shape(
     tensor: torch.Tensor, kind: str, place: Place, rank: int, model: nn.Module, name: str, key: str
 ) -> None:
-    module = model.get_submodule(place.linear)
-    assert isinstance(module, Linear)  # checked by `_place`
+    module = _linear(model, place)
     parts, inputs = module.parts, module.in_features
     if module.held is not None:  # an adapter is one of the whole model
         parts = [span.whole for span in module.held.outputs] or parts
         inputs = inputs if module.held.inputs is None else module.held.inputs.whole
     outputs = sum(parts) if place.part is None else parts[place.part]
-    wanted = (rank, inputs) if kind == "A" else (outputs, rank)
+    wanted: tuple[int, ...] = {"A": (rank, inputs), "B": (outputs, rank), MAGNITUDE: (outputs,)}[kind]
     if tuple(tensor.shape) != wanted:
         raise _refused(name, f"the tensor {key} has shape {list(tensor.shape)} where {list(wanted)} is due")
 
 
 def _held(tensor: torch.Tensor, kind: str, place: Place, model: nn.Module) -> torch.Tensor:
     """What this rank needs of a factor: A is divided as the layer's inputs are, B as its outputs."""
-    module = model.get_submodule(place.linear)
-    assert isinstance(module, Linear)  # checked by `_place`
+    module = _linear(model, place)
     if module.held is None or (kind == "A") != (module.held.inputs is not None):
         return tensor
     cut = module.held.cut(place.part)

@@ -19,7 +19,9 @@ from torch import nn
 from inferengine.errors import InferEngineError
 from inferengine.kernels.ops import Ops
 from inferengine.layers.linear import Linear
-from inferengine.lora.adapter import Adapter, Place
+from inferengine.lora.adapter import Adapter, Factors, Place
+
+COLUMNS_AT_ONCE = 256  # of a weight, read while an adapter is loaded
 
 
 class Columns(NamedTuple):
@@ -29,12 +31,20 @@ class Columns(NamedTuple):
     scaling: torch.Tensor  # [C] in the model's dtype
 
 
+class Gains(NamedTuple):
+    """What G adapters that set the lengths of a layer's rows (DoRA) multiply its outputs by, less 1: [G, out], fp32."""
+
+    adapters: torch.Tensor  # [G] int32
+    less_one: torch.Tensor
+
+
 class Stack(NamedTuple):
     """All adapters of one layer: down [C, in], up [out, C]."""
 
     down: torch.Tensor
     up: torch.Tensor
     columns: Columns
+    gains: Gains | None
 
 
 class AdapterBank:
@@ -49,10 +59,12 @@ class AdapterBank:
         self._token_adapters: torch.Tensor | None = None  # [T] of this step; None: no row has one
         self._masks: dict[int, torch.Tensor] = {}
         self._parts: dict[str, list[int]] = {}
+        self._linears: dict[str, tuple[Linear, Ops]] = {}  # with the ops that they had before
         self._orders: dict[str, torch.Tensor] = {}  # of the outputs, where the weight's rows have been reordered
         for name, module in model.named_modules():
             if isinstance(module, Linear):
                 self._parts[name] = module.parts
+                self._linears[name] = module, module.ops
                 if module.order is not None and module.is_reordered:
                     self._orders[name] = module.order.cpu()
                 module.ops = self._table(module.ops, name)
@@ -95,12 +107,24 @@ class AdapterBank:
         """The sum [T, out] to add to a layer's output for input [T, in]; None: nothing."""
         if self._token_adapters is None or name not in self._stacks:
             return None
-        down, up, columns = self._stacks[name]
+        down, up, columns, _ = self._stacks[name]
         mask = self._masks.get(id(columns))
         if mask is None:
             own = self._token_adapters[:, None] == columns.adapters[None, :]
             mask = self._masks[id(columns)] = own.to(self.dtype).mul_(columns.scaling)
         return torch.mm(torch.mm(x, down.t()).mul_(mask), up.t())
+
+    def _has_gains(self, name: str) -> bool:
+        return self._token_adapters is not None and name in self._stacks and self._stacks[name].gains is not None
+
+    def _scaled(self, name: str, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The outputs of a changed weight, with its rows at the lengths that DoRA sets; the bias is not scaled."""
+        gains = self._stacks[name].gains
+        if gains is None or self._token_adapters is None:
+            return y
+        own = self._token_adapters[:, None] == gains.adapters[None, :]
+        less_one = torch.mm(own.float(), gains.less_one)
+        return y.add_(less_one.mul_(y if bias is None else y - bias).to(y.dtype))
 
     def _table(self, base: Ops, name: str) -> Ops:
         """`base`, with products that add the adapters of one layer."""
@@ -108,7 +132,7 @@ class AdapterBank:
         def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             y = base.linear(x, weight, bias)
             added = self._added(name, x)
-            return y if added is None else y.add_(added)
+            return y if added is None else self._scaled(name, y.add_(added), bias)
 
         def norm_linear(
             x: torch.Tensor,
@@ -124,6 +148,8 @@ class AdapterBank:
         def linear_add(
             x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
         ) -> torch.Tensor:
+            if self._has_gains(name):
+                return residual.add_(linear(x, weight, bias))
             added = self._added(name, x)
             residual = base.linear_add(x, weight, bias, residual)
             return residual if added is None else residual.add_(added)
@@ -159,20 +185,25 @@ class AdapterBank:
             self._stacks.pop(name, None)
             parts = self._parts[name]
             downs, ups, adapters, scaling = [], [], [], []
+            gains: dict[int, torch.Tensor] = {}
             for number, adapter in self.adapters.items():
                 for part in (None, *range(len(parts))):
                     factors = adapter.factors.get(Place(name, part))
                     if factors is None:
                         continue
-                    up = torch.zeros(sum(parts), adapter.rank, dtype=self.dtype)
                     first, rows = (0, sum(parts)) if part is None else (sum(parts[:part]), parts[part])
+                    rank = len(factors.down)
+                    up = torch.zeros(sum(parts), rank, dtype=self.dtype)
                     up[first : first + rows] = factors.up
+                    if factors.magnitude is not None:
+                        gain = gains.setdefault(number, torch.zeros(sum(parts)))
+                        gain[first : first + rows] = self._gain(name, first, factors) - 1.0
                     if name in self._orders:
                         up = up[self._orders[name]]
                     downs.append(factors.down)
                     ups.append(up)
-                    adapters += [number] * adapter.rank
-                    scaling += [adapter.scaling] * adapter.rank
+                    adapters += [number] * rank
+                    scaling += [factors.scaling] * rank
             if not downs:
                 continue
             columns = Columns(
@@ -180,7 +211,38 @@ class AdapterBank:
                 torch.tensor(scaling, dtype=self.dtype, device=self.device),
             )
             columns = known.setdefault(self._signature(columns), columns)
-            self._stacks[name] = Stack(torch.cat(downs).to(self.device), torch.cat(ups, 1).to(self.device), columns)
+            down, up = torch.cat(downs).to(self.device), torch.cat(ups, 1).to(self.device)
+            self._stacks[name] = Stack(down, up, columns, self._gains(name, gains))
+
+    def _gains(self, name: str, gains: dict[int, torch.Tensor]) -> Gains | None:
+        if not gains:
+            return None
+        less_one = torch.stack(list(gains.values()))
+        if name in self._orders:
+            less_one = less_one[:, self._orders[name]]
+        return Gains(torch.tensor(list(gains), dtype=torch.int32, device=self.device), less_one.to(self.device))
+
+    @torch.inference_mode()
+    def _gain(self, name: str, first: int, factors: Factors) -> torch.Tensor:
+        """What scales the rows of a changed weight to an adapter's magnitudes [rows], in fp32. The weight is read
+        through its own product, whatever layout it is packed in."""
+        linear, base = self._linears[name]
+        down, up = factors.down.to(self.device).float(), factors.up.to(self.device).float()
+        squares = torch.zeros(len(up), device=self.device)
+        order = self._orders.get(name)
+        for begin in range(0, linear.in_features, COLUMNS_AT_ONCE):
+            count = min(COLUMNS_AT_ONCE, linear.in_features - begin)
+            ones = torch.zeros(count, linear.in_features, dtype=self.dtype, device=self.device)
+            ones[:, begin : begin + count].fill_diagonal_(1.0)
+            columns = base.linear(ones, linear.packed, None).float()  # [count, out]: so many columns of the weight
+            if order is not None:
+                plain = torch.empty_like(columns)
+                plain[:, order.to(self.device)] = columns
+                columns = plain
+            change = torch.mm(down[:, begin : begin + count].t(), up.t()).mul_(factors.scaling)
+            squares += columns[:, first : first + len(up)].add(change).square_().sum(0)
+        assert factors.magnitude is not None
+        return (factors.magnitude.to(self.device).float() / squares.sqrt_()).cpu()
 
     @staticmethod
     def _signature(columns: Columns) -> tuple[tuple[int, ...], tuple[float, ...]]:

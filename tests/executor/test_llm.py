@@ -17,7 +17,8 @@ from inferengine.core.sequence import choice_seed
 from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
 from inferengine.llm import LLM
 from inferengine.sampling_params import SamplingParams
-from tests.models.checkpoints import load
+from tests.lora.adapters import write_adapter
+from tests.models.checkpoints import greedy_reference, load
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "library.md"
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -147,3 +148,24 @@ def test_the_page_s_example_runs_and_what_is_closed_says_so(capsys: pytest.Captu
         closed.generate("x", progress=False)
     closed.close()
     assert isinstance(closed, inferengine.LLM)
+
+
+def test_an_adapter_is_chosen_by_name(tmp_path: Path) -> None:
+    model = load(EMBEDDED)
+    merged = write_adapter(tmp_path / "pirate", model, targets=("q_proj", "up_proj"), alpha=1.0)
+    with LLM(**{**SECTIONS, "model": {"max_model_len": 256, "adapters": str(tmp_path)}}) as built:
+        prompt = built.tokenizer.encode("A message queue is")
+        (adapted,) = built.generate(prompt, GREEDY, adapter="pirate", progress=False)
+        output = adapted.choices[0].token_ids
+        assert output == greedy_reference(merged, prompt, output)
+        (plain,) = built.generate(prompt, GREEDY, progress=False)
+        assert plain.choices[0].token_ids == greedy_reference(model, prompt, plain.choices[0].token_ids)
+        (one,), (other,) = (built.embed(prompt, adapter=name, progress=False) for name in ("pirate", None))
+        assert one.values != other.values
+        with pytest.raises(InvalidRequest, match="there is no adapter 'parrot'; loaded: pirate"):
+            built.generate(prompt, GREEDY, adapter="parrot")
+
+
+def test_without_a_folder_there_are_no_adapters(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"loaded: none: set model\.adapters"):
+        llm.generate("a", GREEDY, adapter="pirate")

@@ -52,6 +52,60 @@ def test_tokens_equal_those_of_merged_weights(family: str, targets: tuple[str, .
         assert output == greedy_reference(merged, prompt, output)
 
 
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("llama-tied-biases", {"targets": LLAMA_TARGETS, "ranks": {"q_proj": 7, "layers.1.mlp.up_proj": 2}}),
+        ("llama-tied-biases", {"targets": LLAMA_TARGETS, "alphas": {"down_proj": 3.0, "k_proj": 20.0},
+                               "ranks": {"down_proj": 6}, "rslora": True}),
+        ("llama-tied-biases", {"targets": LLAMA_TARGETS, "dora": True}),
+        ("gemma3", {"targets": ("q_proj", "o_proj", "up_proj"), "dora": True}),
+        ("gpt2", {"targets": GPT2_TARGETS, "dora": True, "rslora": True}),
+        ("glm4", {"targets": LLAMA_TARGETS, "dora": True}),  # heads that turn in part, reordered
+    ],
+)  # fmt: skip
+def test_ranks_and_lengths_may_be_set_for_each_module(family: str, values: dict[str, Any], tmp_path: Path) -> None:
+    model = make_model(family) if family in FAMILIES else model_of(CASES[family].config, CASES[family].values)
+    checkpoint = save(model, tmp_path / "model")
+    merged = write_adapter(tmp_path / "adapters" / "pirate", model, **values)
+    engine = make_engine(checkpoint, tmp_path / "adapters")
+    for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, 16, adapter=1), strict=True):
+        assert output == greedy_reference(merged, prompt, output)
+
+
+def test_lengths_of_one_adapter_leave_other_rows_alone(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    model, checkpoint = llama
+    plain = Engine(checkpoint).generate(PROMPTS, 12)
+    merged = [
+        write_adapter(tmp_path / "adapters" / "first", model, dora=True),
+        write_adapter(tmp_path / "adapters" / "second", model, seed=2),
+    ]
+    engine = make_engine(checkpoint, tmp_path / "adapters")
+    uids = [engine.submit(PROMPTS[number], 12, adapter=number) for number in range(3)]
+    engine.run()
+    assert engine.outputs[uids[0]] == plain[0]
+    for number in (1, 2):
+        output = engine.outputs[uids[number]]
+        assert output == greedy_reference(merged[number - 1], PROMPTS[number], output)
+
+
+def test_the_magnitudes_of_a_quantized_layer_are_those_of_its_own_weight(
+    llama: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """With magnitudes that are the lengths of the changed weight's rows, nothing is scaled."""
+    model, checkpoint = llama
+    write_adapter(tmp_path / "adapters" / "plain", model, targets=("q_proj", "down_proj"))
+    engine = Engine(checkpoint, model={"adapters": str(tmp_path / "adapters"), "quantization": "int8"})
+    bank = engine.executor.adapters.bank
+    place, factors = next((place, factors) for place, factors in bank.adapters[1].factors.items())
+    linear, table = bank._linears[place.linear]
+    weight = table.linear(torch.eye(linear.in_features), linear.packed, None).t()
+    first = sum(linear.parts[: place.part or 0])
+    rows = weight[first : first + len(factors.up)] + factors.scaling * factors.up @ factors.down
+    gain = bank._gain(place.linear, first, factors._replace(magnitude=rows.norm(dim=1)))
+    assert torch.allclose(gain, torch.ones(len(gain)), atol=1e-5)
+
+
 def test_adapters_on_a_device_that_norms_with_the_sum_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = dataclasses.replace(ops.REFERENCE, linear_add_norm=reference.linear_add_norm)
     monkeypatch.setattr(ops, "REFERENCE", table)
@@ -128,10 +182,14 @@ def test_an_adapter_beside_quantized_weights(llama: tuple[Any, Path], tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_dora": True}, "use_dora = True is not supported"),
+        ({"use_dora": True}, "has no lora_magnitude_vector, though use_dora is true"),
+        ({"dora": True, "use_dora": False}, "lora_magnitude_vector is unexpected"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern has what is no regular expression"),
+        ({"rank_pattern": {"q_proj": 65}}, "r = 65 is not supported: at most 64"),
+        ({"rank_pattern": {"q_proj": 3}}, "has shape [4, 48] where [3, 48] is due"),
         ({"bias": "all"}, "bias = all is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
+        ({"alpha_pattern": {"q_proj": "4"}}, "q_proj must be a positive number"),
         ({"peft_type": "IA3"}, "peft_type = IA3"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"),
         ({"lora_alpha": None}, "lora_alpha must be a positive number"),
