@@ -97,6 +97,8 @@ def to_chat(body: dict[str, Any], *, counting: bool = False) -> dict[str, Any]:
     fields = read_fields(MessagesPromptFields, {"messages": None, **body})
     if not counting:
         own = read_fields(MessagesFields, body)
+        if not isinstance(own.stop_sequences, list | None):
+            raise InvalidRequest("stop_sequences", "must be a list of texts")
         chat |= {"max_tokens": own.max_tokens, "stream": own.stream, "stop": own.stop_sequences}
     if chat["messages"][-1]["role"] == "assistant" and not chat["messages"][-1].get("tool_calls"):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}

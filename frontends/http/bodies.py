@@ -291,7 +291,7 @@ class StructureFields(msgspec.Struct, frozen=True):
         Any,
         about(
             "vLLM's older name: a JSON schema",
-            schema={"anyOf": [OBJECT, STRING]},
+            schema={"anyOf": [OBJECT, STRING, {"enum": [True]}]},
             also=["must be a JSON schema that allows something: an object, or true"],
         ),
     ] = None

@@ -251,7 +251,7 @@ async def generate(request: Request) -> Response:
         system = [{"role": "system", "content": fields.system}] if fields.system else []
         messages = [*system, {"role": "user", "content": fields.prompt}]
         prompt = await _chat_prompt(ask, {**document, "messages": messages})
-    if fields.context:
+    if fields.context is not None and fields.context != []:
         before = read_token_ids(fields.context, "context")
         if len(before) + len(prompt.ids) >= ask.served.info.max_model_len:
             raise InvalidRequest("context", "leaves no room for prompt and output", code="context_length_exceeded")

@@ -153,6 +153,8 @@ async def infer(request: Request) -> Response:
         options = read_options(body, service.config, label=request.scope["request_id"], continues_prompt=True)
         if fields.prompt in ("", []):
             raise InferEngineError("invalid_request", "must not be empty", field="prompt")  # 400, unlike the others
+        if isinstance(fields.prompt, list) and not all(isinstance(item, int) for item in fields.prompt):
+            raise InvalidRequest("prompt", "must be a text or a list of token ids")
         (prompt_ids,) = await read_prompts(body, served, service.config.limits, most=1)
     except InvalidRequest as error:
         raise _too_long_as_unprocessable(as_unprocessable(error)) from None

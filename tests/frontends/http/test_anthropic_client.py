@@ -200,6 +200,13 @@ def test_an_error_has_its_shape_on_every_path(served: House, path: str) -> None:
     assert "request-id" not in served.http.get("/v1/nothing").headers
 
 
+def test_one_stop_sequence_is_a_list_too(served: House) -> None:
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], "stop_sequences": "0"}
+    response = served.post("/v1/messages", **body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "stop_sequences: must be a list of texts"
+
+
 def test_errors_are_its_own_exceptions(client: anthropic.Anthropic, served: House) -> None:
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         ask(client, model="claude")
