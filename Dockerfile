@@ -1,7 +1,9 @@
 # One image for every part: `docker run IMAGE engine`, `... http`, `... ws`, or `... up` for all of them.
 # CPU:  docker build -t inferengine .
 # GPU:  docker build -t inferengine:gpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 .
-FROM python:3.12-slim-bookworm
+# Another base with pip and Python 3.11 or newer on Debian: --build-arg BASE=...
+ARG BASE=python:3.12-slim-bookworm
+FROM ${BASE}
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # gcc: Triton compiles its launcher on the first start of a GPU engine.
