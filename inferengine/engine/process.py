@@ -25,6 +25,7 @@ from inferengine.process import stdio
 from inferengine.process.listen import AddressTaken
 from inferengine.process.reload import Reload
 from inferengine.process.sd_notify import Notifier, Watchdog
+from inferengine.process.system import read_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ def run_engine(config: Config, reload: Reload | None = None) -> int:
         return _refuse(notifier, str(error), ExitCode.MODEL if error.field == "model.path" else ExitCode.USAGE)
     except InferEngineError as error:
         return _refuse(notifier, str(error), ExitCode.MODEL)
+    if config.model.load_format != "dummy":
+        read_ahead(sorted(card.folder.glob("*.safetensors")))  # torch takes seconds to import meanwhile
     serve(service, reload)
 
 

@@ -1,6 +1,7 @@
-"""The C library's memory and the process's pauses.
+"""The C library's memory, the system's cache of files, and the process's pauses.
 
-glibc keeps memory that was freed; what rare large requests needed is given back to the system.
+glibc keeps memory that was freed; what rare large requests needed is given back to the system. Files that will be read
+can be asked for before.
 
 A process does not run while it is stopped (SIGSTOP), its container is frozen or the machine is suspended. Timeouts of
 others must not count that time. It shows as a timer that comes late.
@@ -9,7 +10,11 @@ others must not count that time. It shows as a timer that comes late.
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
+from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 _MMAP_THRESHOLD = -3  # mallopt's M_MMAP_THRESHOLD
@@ -41,6 +46,28 @@ def give_back() -> None:
     library = _library()
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
+
+
+def read_ahead(paths: Iterable[Path]) -> threading.Thread:
+    """Have the system read these files into its cache beside whatever this process does next. What cannot be read is
+    left to whoever reads it. Returns the thread that asks."""
+    thread = threading.Thread(target=_read_ahead, args=(list(paths),), name="inferengine-read-ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read_ahead(paths: list[Path]) -> None:
+    for path in paths:
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
+        except OSError:  # not every file system can
+            pass
+        finally:
+            os.close(file)
 
 
 @cache
