@@ -2,7 +2,8 @@
 how many pairs of token and expert there are. As dispatch.py for other products: nothing is tuned at start-up.
 
 `pairs` rules hold up to a number of pairs; `grouped` rules up to an average number of pairs for each expert. The first
-that holds is taken. Deterministic mode has one configuration: a row's sum is then the same at every number of rows.
+that holds is taken. Measured on an H200 with the shapes of Qwen3-30B-A3B (numbers, FP8) and GPT-OSS-20B (MXFP4).
+Deterministic mode has one configuration: a row's sum is then the same at every number of rows.
 """
 
 from __future__ import annotations
@@ -50,37 +51,58 @@ class Rules(NamedTuple):
 MANY = float("inf")
 SINGLE = GroupedConfig(16, 32, 128, 4, 4, True)
 
+_SQUARE = GroupedConfig(64, 128, 64, 4, 4, False, True)
+_WIDE = GroupedConfig(128, 256, 64, 8, 3, False, True)
+_UNEVEN = GroupedConfig(
+    32, 128, 64, 4, 5, True, True
+)  # 2 % behind 16 rows a tile where experts are chosen equally often
 _NUMBERS = Rules(
-    (MoeRule(64, PairConfig(4, 1024, 4), PairConfig(8, 1024, 4)),),
+    (MoeRule(32, PairConfig(4, 1024, 4), PairConfig(8, 1024, 4)),),
     (
-        MoeRule(12, GroupedConfig(16, 64, 128, 4, 4, True, True), GroupedConfig(16, 64, 128, 4, 4, True, True)),
-        MoeRule(24, GroupedConfig(32, 64, 128, 4, 4, True, True), GroupedConfig(32, 64, 128, 4, 4, True, True)),
-        MoeRule(96, GroupedConfig(64, 128, 64, 4, 4, False, True), GroupedConfig(64, 128, 64, 4, 4, False, True)),
-        MoeRule(MANY, GroupedConfig(128, 128, 64, 8, 4, False, True), GroupedConfig(128, 128, 64, 8, 4, False, True)),
+        MoeRule(4, GroupedConfig(16, 64, 128, 4, 4, True, True), GroupedConfig(16, 128, 64, 4, 5, True, True)),
+        MoeRule(24, _UNEVEN, _UNEVEN),
+        MoeRule(96, _SQUARE, _SQUARE),
+        MoeRule(MANY, _WIDE, _WIDE),
     ),
 )
-_CODES = Rules(
-    (MoeRule(64, PairConfig(4, 1024, 4), PairConfig(8, 1024, 4)),),
+_FP8_FEW = GroupedConfig(16, 64, 128, 4, 4, True)
+_FP8_SOME = GroupedConfig(32, 128, 128, 4, 3, True)
+_FP8_MORE = GroupedConfig(64, 128, 128, 4, 3, True)
+_FP8_MANY = GroupedConfig(128, 64, 128, 4, 3, True)
+_FP8 = Rules(
+    (MoeRule(32, PairConfig(8, 1024, 4), GroupedConfig(16, 32, 128, 2, 5, True)),),
     (
-        MoeRule(12, GroupedConfig(16, 64, 128, 4, 4, True), GroupedConfig(16, 64, 128, 4, 4, True)),
-        MoeRule(24, GroupedConfig(32, 64, 128, 4, 4, True), GroupedConfig(32, 64, 128, 4, 4, True)),
-        MoeRule(96, GroupedConfig(64, 128, 128, 4, 3, True), GroupedConfig(64, 128, 128, 4, 3, True)),
-        MoeRule(MANY, GroupedConfig(128, 128, 128, 8, 3, True), GroupedConfig(128, 128, 128, 8, 3, True)),
+        MoeRule(12, _FP8_FEW, _FP8_FEW),
+        MoeRule(24, _FP8_SOME, _FP8_SOME),
+        MoeRule(96, _FP8_MORE, _FP8_MORE),
+        MoeRule(MANY, _FP8_MANY, _FP8_MANY),
     ),
 )
-_MXFP4 = _CODES._replace(pairs=(MoeRule(64, SINGLE, SINGLE),))
+_MX_SINGLE = GroupedConfig(16, 32, 128, 2, 4, True)
+_MX_FEW = GroupedConfig(16, 32, 128, 2, 5, True)
+_MX_SOME = GroupedConfig(32, 128, 128, 4, 3, True)
+_MX_MANY = GroupedConfig(128, 128, 128, 8, 3, True)
+_MXFP4 = Rules(
+    (MoeRule(8, _MX_SINGLE, _MX_SINGLE),),
+    (
+        MoeRule(12, _MX_FEW, _MX_FEW),
+        MoeRule(24, _MX_SOME, _MX_SOME),
+        MoeRule(MANY, _MX_MANY, _MX_MANY),
+    ),
+)
 _FP32 = Rules(
     (MoeRule(64, PairConfig(4, 512, 4), PairConfig(8, 512, 4)),),
     (MoeRule(24, GroupedConfig(16, 64, 32, 4, 3), GroupedConfig(16, 64, 32, 4, 3)),
      MoeRule(MANY, GroupedConfig(64, 64, 32, 4, 3), GroupedConfig(64, 64, 32, 4, 3))),
 )  # fmt: skip
 _EXACT = GroupedConfig(64, 64, 64, 4, 4)
+_MX_EXACT = GroupedConfig(64, 64, 128, 4, 3)
 _FP32_EXACT = GroupedConfig(64, 64, 32, 4, 3)
 
-RULES = {"numbers": _NUMBERS, "fp8": _CODES, "mxfp4": _MXFP4, "fp32": _FP32}
+RULES = {"numbers": _NUMBERS, "fp8": _FP8, "mxfp4": _MXFP4, "fp32": _FP32}
 EXACT = {
     name: Rules((), (MoeRule(MANY, config, config),))
-    for name, config in (("numbers", _EXACT), ("fp8", _EXACT), ("mxfp4", _EXACT), ("fp32", _FP32_EXACT))
+    for name, config in (("numbers", _EXACT), ("fp8", _EXACT), ("mxfp4", _MX_EXACT), ("fp32", _FP32_EXACT))
 }
 
 

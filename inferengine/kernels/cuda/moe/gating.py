@@ -10,35 +10,27 @@ from inferengine.kernels.cuda.activation import GELU_TANH, SILU, gate
 SWIGLU_CLAMPED = 2
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "swiglu_clamped": SWIGLU_CLAMPED}
 
-# Four bytes of two codes each. A byte in the upper half of 16 bits has the sign of its upper code in place; the other
-# three bits belong where bfloat16 has the lowest bits of its exponent and the highest of its fraction. The number is
-# then too small by 2^126, subnormal codes included.
+# Two words of four codes each, one in each half of a register. A code's sign goes to the highest bit of its half, its
+# other three bits to where bfloat16 has the lowest bits of its exponent and the highest of its fraction. The number is
+# then too small by 2^126, subnormal codes included: the scales make up for it.
 _UNPACK = tl.constexpr("""{
-.reg .b32 a, b, c, big, minus_zero;
-mov.b32 big, 0x7E807E80;
-mov.b32 minus_zero, 0x80008000;
-prmt.b32 a, $4, 0, 0x1404;
-prmt.b32 b, $4, 0, 0x3424;
-shr.u32 c, a, 6;
-and.b32 c, c, 0x01C001C0;
-lop3.b32 c, a, 0x80008000, c, 0xEA;
-fma.rn.bf16x2 $2, c, big, minus_zero;
-shr.u32 c, b, 6;
-and.b32 c, c, 0x01C001C0;
-lop3.b32 c, b, 0x80008000, c, 0xEA;
-fma.rn.bf16x2 $3, c, big, minus_zero;
-shr.u32 c, a, 2;
-and.b32 c, c, 0x01C001C0;
-shl.b32 a, a, 4;
-lop3.b32 c, a, 0x80008000, c, 0xEA;
-fma.rn.bf16x2 $0, c, big, minus_zero;
-shr.u32 c, b, 2;
-and.b32 c, c, 0x01C001C0;
-shl.b32 b, b, 4;
-lop3.b32 c, b, 0x80008000, c, 0xEA;
-fma.rn.bf16x2 $1, c, big, minus_zero;
+.reg .b32 a, s;
+shl.b32 a, $4, 6;
+shl.b32 s, $4, 12;
+and.b32 a, a, 0x01C001C0;
+lop3.b32 $0, s, 0x80008000, a, 0xEA;
+shl.b32 a, $4, 2;
+shl.b32 s, $4, 8;
+and.b32 a, a, 0x01C001C0;
+lop3.b32 $1, s, 0x80008000, a, 0xEA;
+shr.u32 a, $4, 2;
+shl.b32 s, $4, 4;
+and.b32 a, a, 0x01C001C0;
+lop3.b32 $2, s, 0x80008000, a, 0xEA;
+shr.u32 a, $4, 6;
+and.b32 a, a, 0x01C001C0;
+lop3.b32 $3, $4, 0x80008000, a, 0xEA;
 }""")
-
 # Four e4m3 codes, in the same way: four bits of exponent and three of fraction, too small by 2^120.
 _WIDEN = tl.constexpr("""{
 .reg .b32 a, b, c, big, minus_zero;
@@ -69,16 +61,21 @@ def gated(left, right, ACTIVATION: tl.constexpr, alpha, limit):
 
 
 @triton.jit
-def unpacked(codes, HARDWARE: tl.constexpr):
-    """Bytes of two e2m1 codes as numbers of the lower and of the upper ones. HARDWARE: as bfloat16, by instructions for
-    two at a time; else as float32."""
+def unpacked(words, HARDWARE: tl.constexpr):
+    """Words of four e2m1 codes as four tensors of numbers, the lowest codes first. HARDWARE: as bfloat16 times 2^-126,
+    by instructions for two at a time; else as float32."""
     if HARDWARE:
         return tl.inline_asm_elementwise(
-            _UNPACK, "=r,=r,=r,=r,r", [codes], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            _UNPACK,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
         )
     else:
-        wide = codes.to(tl.int32)
-        return _number(wide & 15), _number(wide >> 4)
+        wide = words.to(tl.int32) & 0xFFFF
+        return _number(wide & 15), _number((wide >> 4) & 15), _number((wide >> 8) & 15), _number(wide >> 12)
 
 
 @triton.jit
@@ -91,10 +88,12 @@ def _number(code):
 
 
 @triton.jit
-def power_of_two(exponents):
-    """e8m0 scales as float32; the smallest, 2^-127, as float32's own subnormal."""
-    wide = exponents.to(tl.int32)
-    return tl.where(wide > 0, wide << 23, 0x00400000).to(tl.float32, bitcast=True)
+def scale_of(exponents, HARDWARE: tl.constexpr):
+    """The scales that e8m0 exponents stand for, of numbers as `unpacked` gives them. HARDWARE: at most 2."""
+    if HARDWARE:
+        return ((exponents + 126) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:  # the smallest is float32's own subnormal
+        return tl.where(exponents > 0, exponents << 23, 0x00400000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

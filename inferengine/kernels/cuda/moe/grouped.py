@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inferengine.kernels.cuda.moe.configurations import GroupedConfig
-from inferengine.kernels.cuda.moe.gating import ACTIVATIONS, gated, power_of_two, unpacked, widened
+from inferengine.kernels.cuda.moe.gating import ACTIVATIONS, gated, scale_of, unpacked, widened
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.experts import Gating
 
@@ -31,9 +31,10 @@ MX_STEP = 128  # columns of MXFP4 that one word of scales covers
 class ExpertMatrix(NamedTuple):
     """One projection of all experts as the kernels read it.
 
-    `codes` [experts * rows, columns], of MXFP4 [experts * rows, padded columns / 2]: byte j of each 32 holds columns
-    64 c + j and 64 c + 32 + j. `scales`: FP8 [experts * rows] fp32; by groups of 128 columns [experts, groups, rows]
-    fp32; MXFP4 [experts, padded columns / 128, rows] int32, four exponents each. `bias` [experts * rows].
+    `codes` [experts * rows, columns], of MXFP4 int16 [experts * rows, padded columns / 4]: word j of each 32 holds
+    columns 128 c + j, 128 c + 32 + j and so on, the first in its lowest bits. `scales`: FP8 [experts * rows] fp32; by
+    groups of 128 columns [experts, groups, rows] fp32; MXFP4 [experts, padded columns / 128, rows] int32, of four
+    exponents. `bias` [experts * rows].
     """
 
     kind: int
@@ -72,7 +73,7 @@ def multiply(
         return out
     by_pair = pairs.order is None or pairs.starts is None
     blocks = num_pairs if by_pair else most_blocks(num_pairs, weight.num_experts, tuned.block_m)
-    block_k = MX_STEP if weight.kind == MXFP4 else tuned.block_k
+    block_k = max(tuned.block_k, MX_STEP) if weight.kind == MXFP4 else tuned.block_k
     tma = tuned.tma and weight.kind == NUMBERS and weight.columns * x.element_size() % 16 == 0
     codes = TensorDescriptor.from_tensor(weight.codes, [tuned.block_n, block_k]) if tma else weight.codes
     _grouped_kernel[(blocks * triton.cdiv(weight.rows, tuned.block_n),)](
@@ -215,25 +216,32 @@ def _grouped_kernel(
     if KIND == 3:
         b = tl.arange(0, 32)
         codes_at = codes_ptr + row[:, None] * STRIDE + b[None, :]
-        scales_at = scales_ptr + expert.to(tl.int64) * (N * (STRIDE // 64)) + tl.minimum(n, N - 1)
+        scales_at = scales_ptr + expert.to(tl.int64) * (N * (STRIDE // 32)) + tl.minimum(n, N - 1)
         if WEIGHT_LEFT:
             x_at = x_ptr + x_row[None, :] * x_stride + b[:, None]
         else:
             x_at = x_ptr + x_row[:, None] * x_stride + b[None, :]
-        for start in tl.range(0, K, 128, num_stages=STAGES):
-            words = tl.load(scales_at + start // 128 * N)
-            for half in tl.static_range(2):
-                low, high = unpacked(tl.load(codes_at + start // 2 + half * 32), HARDWARE)
-                for part in tl.static_range(2):
-                    first = start + half * 64 + part * 32
+        for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            for step in tl.static_range(BLOCK_K // 128):
+                start = begin + step * 128
+                if STRIDE % (BLOCK_K // 4) == 0:
+                    exponents = tl.load(scales_at + start // 128 * N)
+                    words = tl.load(codes_at + start // 4)
+                else:
+                    there = start + n * 0 < K
+                    exponents = tl.load(scales_at + start // 128 * N, mask=there, other=0)
+                    words = tl.load(codes_at + start // 4, mask=there[:, None], other=0)
+                quarters = unpacked(words, HARDWARE)
+                for quarter in tl.static_range(4):
+                    first = start + quarter * 32
                     if WEIGHT_LEFT:
                         mask = valid[None, :] & (first + b < K)[:, None]
                     else:
                         mask = valid[:, None] & (first + b < K)[None, :]
                     x = tl.load(x_at + first, mask=mask, other=0.0)
-                    scale = power_of_two((words >> (half * 16 + part * 8)) & 255).to(low.dtype)
-                    codes = low if part == 0 else high
-                    acc = _multiplied(x, (codes * scale[:, None]).to(x.dtype), acc, WEIGHT_LEFT)
+                    scale = scale_of((exponents >> (quarter * 8)) & 255, HARDWARE)
+                    weight = (quarters[quarter] * scale[:, None]).to(x.dtype)
+                    acc = _multiplied(x, weight, acc, WEIGHT_LEFT)
     else:
         k = tl.arange(0, BLOCK_K)
         if WEIGHT_LEFT:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from inferengine.errors import ConfigError
 from inferengine.kernels.cuda.moe.combine import add_weighted
 from inferengine.kernels.cuda.moe.configurations import SINGLE, PairConfig, configurations
 from inferengine.kernels.cuda.moe.grouped import FP8, FP8_GROUPS, MX_STEP, MXFP4, NUMBERS, ExpertMatrix, Pairs, multiply
@@ -15,6 +16,8 @@ from inferengine.kernels.cuda.moe.pairs import multiply_pairs, reads
 from inferengine.kernels.cuda.moe.routing import choose_experts, group_pairs
 from inferengine.kernels.experts import ExpertCodes, Gating, Routing
 from inferengine.kernels.reference.moe import regrouped
+
+LARGEST_EXPONENT = 128  # of MXFP4's scales
 
 
 class CudaExperts(NamedTuple):
@@ -70,14 +73,20 @@ def matrix(
 
 
 def _mxfp4_layout(weight: ExpertCodes, num_experts: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes with the columns of each 64 that a byte holds 32 apart, and four scales to a word, by expert and group."""
+    """Codes with the columns of each 128 that a word holds 32 apart, and four scales to a word, by expert and group.
+    Raises ConfigError for scales above 2, which the kernels' numbers have no room for."""
+    if int(weight.scales.max()) > LARGEST_EXPONENT:
+        raise ConfigError("model.path", "MXFP4 scales above 2 are not supported on CUDA")
     pad = -columns % MX_STEP
     codes = functional.pad(weight.codes, (0, pad // 2))
     scales = functional.pad(weight.scales, (0, pad // 32), value=127)
-    moved = torch.empty_like(codes)
-    for first, last in zip(codes.chunk(num_experts), moved.chunk(num_experts), strict=True):  # in pieces: less memory
-        columns_of = torch.stack((first & 15, first >> 4), -1).flatten(1).unflatten(1, (-1, 2, 32))
-        last.copy_((columns_of[:, :, 0] | (columns_of[:, :, 1] << 4)).flatten(1))
+    moved = torch.empty(len(codes), codes.shape[1] // 2, dtype=torch.int16, device=codes.device)
+    for part, place in zip(codes.chunk(num_experts), moved.chunk(num_experts), strict=True):  # in pieces: less memory
+        columns_of = torch.stack((part & 15, part >> 4), -1).flatten(1).unflatten(1, (-1, 4, 32)).int()
+        words = columns_of[:, :, 0].clone()
+        for quarter in range(1, 4):
+            words |= columns_of[:, :, quarter] << (4 * quarter)
+        place.copy_(words.flatten(1))
     words = scales.contiguous().view(torch.int32)  # little-endian: the first scale is the lowest byte
     return moved, words.view(num_experts, -1, words.shape[1]).transpose(1, 2).contiguous()
 
