@@ -152,6 +152,8 @@ class Shard(NamedTuple):
         model's. Raises ConfigError where the model does not divide."""
         if self.size == 1:
             return config
+        if config.implementation != "native":
+            raise ConfigError(KEY, f"the modules of {config.implementation} are not divided: set it to 1")
         queries, keys = self.heads(config)
         return dataclasses.replace(
             config, num_heads=queries.size, num_kv_heads=keys.size, intermediate_size=self.width(config).size

@@ -9,12 +9,16 @@ import pytest
 import torch
 import transformers
 
+from inferengine.config import Config
 from inferengine.errors import ConfigError
 from inferengine.executor.load import dry_run
+from inferengine.executor.tools import compare_hf
+from inferengine.layers.parallel import Shard
 from inferengine.models import registry
 from inferengine.models.table import FAMILIES
 from tests.executor.engine import Engine
-from tests.models.checkpoints import logits_reference, model_of, save
+from tests.lora.adapters import write_adapter
+from tests.models.checkpoints import greedy_reference, logits_reference, model_of, save
 from tests.models.families import BARE, EVEN, HALF, Case, compare
 
 MULTI_QUERY = {
@@ -81,6 +85,27 @@ def test_weights_may_be_quantized_at_load(arcee):
     expected = logits_reference(model, list(range(20, 41)))[-1].log_softmax(-1).topk(20).values
     difference = (torch.tensor(engine.logprobs[uid][0].top_logprobs) - expected).abs().max()
     assert 1e-4 < float(difference) < 0.5
+
+
+def test_adapters_change_its_linear_layers(arcee, tmp_path):
+    model, folder = arcee
+    merged = write_adapter(tmp_path / "pirate", model, targets=("q_proj", "o_proj", "up_proj"), dora=True)
+    engine = Engine(folder, model={"adapters": str(tmp_path)})
+    prompt = list(range(20, 41))
+    (output,) = engine.generate([prompt], 12, adapter=1)
+    assert output == greedy_reference(merged, prompt, output)
+
+
+def test_there_is_nothing_to_compare_layer_by_layer(arcee):
+    config = Config().with_values(model={"path": str(arcee[1])}, engine={"device": "cpu"})
+    with pytest.raises(ConfigError, match="are those of transformers already"):
+        compare_hf.compare(config, 8)
+
+
+def test_it_is_not_divided_among_devices(arcee):
+    config, _ = registry.read_model_config(arcee[1])
+    with pytest.raises(ConfigError, match="the modules of transformers are not divided"):
+        Shard(0, 2).divide(config)
 
 
 def test_a_checkpoint_is_checked_without_its_weights(arcee):

@@ -107,6 +107,8 @@ def compare(config: Config, num_tokens: int = DEFAULT_TOKENS) -> Comparison:
     executor = build_executor(config)
     capacity = executor.load(lambda phase, share: None)
     token_ids = sample_tokens(capacity.vocab_size, min(num_tokens, capacity.max_model_len - 1))
+    if executor.implementation:
+        raise ConfigError("--compare", f"the layers of this model are those of {executor.implementation} already")
     ours = _of_ours(executor, token_ids)
     theirs = _of_transformers(executor.settings.folder, executor.dtype, executor.device, token_ids)
     executor.close()
