@@ -57,7 +57,7 @@ PREDICTION: Schema = {
     "type": "object",
     "properties": {
         "type": {"enum": ["content"]},
-        "content": {"anyOf": [STRING, array({"type": "object", "required": ["text"]})]},
+        "content": {"anyOf": [STRING, array({"type": "object", "properties": {"text": STRING}, "required": ["text"]})]},
     },
     "required": ["type", "content"],
 }
