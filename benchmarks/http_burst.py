@@ -26,6 +26,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from benchmarks.http_relay import WORDS, cpu_s, tokenizer_files, wait_ready
+from inferengine.bench.environment import write_result
 from inferengine.bench.gpu_trace import GpuTrace
 from inferengine.bench.load_generator import Reply, run
 from inferengine.bench.load_options import LoadOptions, request_bodies
@@ -150,7 +151,7 @@ def main() -> None:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load_average": os.getloadavg()}
         options = {name: value for name, value in vars(arguments).items() if name != "json"}
         document = {"benchmark": "http_burst", "machine": machine, "options": options, "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.json, document)
 
 
 if __name__ == "__main__":

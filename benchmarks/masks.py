@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.structured import GRAMMARS
+from inferengine.bench.environment import write_result
 from inferengine.core.mask_threads import MaskThreads
 from inferengine.structured_output.compiler import GrammarCompiler
 from inferengine.structured_output.matcher import TokenMatcher
@@ -143,7 +144,7 @@ def main() -> None:
     if arguments.json:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "load_average": os.getloadavg()}
         document = {"benchmark": "masks", "machine": machine, "vocabulary": VOCABULARY, "rows": rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(arguments.json, document)
 
 
 if __name__ == "__main__":
