@@ -35,6 +35,7 @@ EXTRAS = {"engine": "torch", "server": "uvicorn"}  # extra → a package that on
 COMMANDS = {
     "up": Entry("engine and front ends together, in one terminal", "up", "run", ("engine", "server")),
     "engine": Entry("the engine alone: model, KV cache, batching loop, ZeroMQ socket", "serve", "engine", ("engine",)),
+    "executor": Entry("lend this machine's device to an engine elsewhere, over gRPC", "serve", "executor", ("engine",)),
     "http": Entry("the HTTP front end: OpenAI-compatible routes and Server-Sent Events", "serve", "http", ("server",)),
     "ws": Entry("the websocket front end and its chat page", "serve", "ws", ("server",)),
     "chat": Entry("talk to a running engine in this terminal", "chat", "run"),

@@ -36,6 +36,21 @@ def engine(arguments: Arguments) -> int:
     return run_engine(config, reload)
 
 
+@command(SERVICE_OPTIONS, takes_model=True, sections=("remote", "model", "engine", "cache", "speculation"))
+def executor(arguments: Arguments) -> int:
+    """Lend this machine's device to an engine elsewhere, over gRPC.
+
+    The engine runs with engine.executor = remote and remote.address; it schedules, this process computes. One engine
+    at a time. MODEL must be the same on both sides. Beyond loopback addresses both sides need certificates
+    (remote.tls_ca, tls_certificate, tls_key).
+    """
+    config, _ = _prepare(arguments)
+    share_cores_with_others()
+    from inferengine.engine.process import run_executor
+
+    return run_executor(config)
+
+
 @command(SERVICE_OPTIONS, sections=("http",))
 def http(arguments: Arguments) -> int:
     """Run the HTTP front end: OpenAI-compatible routes, Server-Sent Events, health and metrics.

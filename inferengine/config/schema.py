@@ -76,8 +76,8 @@ class EngineConfig:
     name: str = _key("engine", "name of this engine, part of the socket's file name")
     executor: str = _key(
         "torch",
-        "what computes: torch, upstream (another server, section upstream), or the name of an installed entry point of "
-        "the group inferengine.executors",
+        "what computes: torch, remote (a device elsewhere, section remote), upstream (another server, section "
+        "upstream), or the name of an installed entry point of the group inferengine.executors",
     )
     device: str = _key("auto", "where the model runs", ("auto", "cpu", "cuda"))
     tensor_parallel: int = _key(
@@ -135,6 +135,21 @@ class UpstreamConfig:
     start_timeout_s: float = _key(600.0, "how long the engine waits at its start for a server to answer", minimum=0.1)
     wait_s: float = _key(30.0, "how long a request waits while no server is up", minimum=0)
     read_timeout_s: float = _key(300.0, "longest silence of a server on an open request", minimum=0.1)
+
+
+@dataclass(frozen=True)
+class RemoteConfig:
+    """With engine.executor = remote: a device in another process or machine, lent by `inferengine executor`."""
+
+    address: str = _key("", "engine: the device's host:port, or unix:PATH")
+    listen: str = _key("127.0.0.1:50051", "device: host:port or unix:PATH to listen on; port 0: any free one")
+    connect_timeout_s: float = _key(60.0, "engine: how long it waits for the device at its start", minimum=0.1)
+    step_timeout_s: float = _key(120.0, "engine: a device that gives no result for this long is lost", minimum=0.1)
+    tls_ca: str = _key(
+        "", "PEM file of the authority that signed the other side's certificate; the device then asks for one"
+    )
+    tls_certificate: str = _key("", "PEM file with this side's certificate chain")
+    tls_key: str = _key("", "PEM file with this side's private key")
 
 
 @dataclass(frozen=True)
@@ -420,6 +435,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

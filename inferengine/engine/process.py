@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -30,8 +31,9 @@ from inferengine.process.system import read_ahead
 logger = logging.getLogger(__name__)
 
 GARBAGE_OBJECTS = 50_000  # made before cycles are looked for; Python's 700 come and go in a step, freed without
+TURN_S = 0.2  # between two looks whether a lent device is gone
 LEAVE_S = 8.0  # within which an engine that failed sends its last messages and exits, whatever still hangs
-EXECUTORS = ("torch", "upstream")
+EXECUTORS = ("torch", "remote", "upstream")
 EXECUTORS_GROUP = "inferengine.executors"  # entry points: each makes an Executor of a Config
 MEMORY_ERRORS = ("OutOfMemoryError", "MemoryError")
 
@@ -84,6 +86,12 @@ def build_executor(config: Config, card: ModelCard | None = None) -> Any:
     name = config.engine.executor
     if name == "torch":
         return build_torch_executor(config)
+    if name == "remote":
+        try:
+            from inferengine.executor.remote.remote_executor import RemoteExecutor
+        except ModuleNotFoundError as error:
+            raise _missing(name, error) from None
+        return RemoteExecutor(config)
     if name == "upstream":
         try:
             from inferengine.engine.upstream.relay import UpstreamLoop
@@ -97,6 +105,24 @@ def build_executor(config: Config, card: ModelCard | None = None) -> Any:
         raise ConfigError("engine.executor", f"there is no executor {name!r}: one of {names}")
     build: Callable[[Config], Executor] = found[0].load()
     return build(config)
+
+
+def run_executor(config: Config) -> int:
+    """Lend the executor of this configuration over gRPC until a signal. Must be called in the main thread."""
+    logs.configure(config.log)
+    try:
+        from inferengine.executor.remote.executor_server import ExecutorServer
+    except ModuleNotFoundError as error:
+        raise _missing("remote", error) from None
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    server = ExecutorServer(config, lambda: build_torch_executor(config))
+    server.start()
+    while not stopped.wait(TURN_S) and not server.lost.is_set():
+        continue
+    server.stop()
+    return ExitCode.CRASH if server.lost.is_set() else ExitCode.OK
 
 
 def _missing(name: str, error: ModuleNotFoundError) -> ConfigError:

@@ -1,0 +1,1 @@
+"""An executor in another process or on another machine, over gRPC: executor.proto."""

@@ -1,0 +1,118 @@
+"""What engine and remote device tell each other: MessagePack in a BytesValue, as executor.proto says. Never pickle."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from google.protobuf.wrappers_pb2 import BytesValue
+
+from inferengine.core.executor import Capacity
+from inferengine.core.sequence import RowFailure
+from inferengine.core.step_plan import StepPlan, StepResult, TokenLogprobs
+
+SERVICE = "inferengine.v1.Executor"
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024  # log-probabilities of a long prompt
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+]
+SEED_MASK = (1 << 64) - 1
+COMPARED_FILES = ("config.json", "tokenizer.json")
+
+
+class WireResult(NamedTuple):
+    """StepResult with the names of failures."""
+
+    token_ids: list[int]
+    logprobs: dict[int, list[TokenLogprobs]] | None = None
+    failed_rows: dict[int, str] | None = None
+    num_emitted: list[int] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
+    embeddings: dict[int, bytes] | None = None
+
+
+def _to_plain(value: Any) -> Any:
+    """Arrays of token ids, and numbers of numpy."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else list(value)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+_read_plan = msgspec.msgpack.Decoder(StepPlan).decode
+_read_result = msgspec.msgpack.Decoder(WireResult).decode
+_read_message = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+
+
+def encode(*parts: Any) -> bytes:
+    """A message: its kind, then what belongs to it."""
+    message: bytes = BytesValue(value=_encoder.encode(parts)).SerializeToString()
+    return message
+
+
+def decode(message: bytes) -> tuple[str, Sequence[msgspec.Raw]]:
+    """The kind of a message and its parts, still encoded. Raises ValueError."""
+    kind, *parts = _read_message(BytesValue.FromString(message).value)
+    return msgspec.msgpack.decode(kind, type=str), parts
+
+
+def decode_whole(message: bytes) -> Sequence[msgspec.Raw]:
+    """The parts of a message without a kind. Raises ValueError."""
+    return _read_message(BytesValue.FromString(message).value)
+
+
+def plain(part: msgspec.Raw, type: Any = Any) -> Any:
+    """Read a part of a message."""
+    return msgspec.msgpack.decode(part, type=type)
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    """The message of a step. A seed counts modulo 2^64, which is what MessagePack has."""
+    if plan.admitted:
+        plan = plan._replace(admitted=[item._replace(seed=item.seed & SEED_MASK) for item in plan.admitted])
+    return encode("step", plan)
+
+
+def read_plan(part: msgspec.Raw) -> StepPlan:
+    """Read the plan of a step."""
+    return _read_plan(part)
+
+
+def encode_result(result: StepResult) -> bytes:
+    """The message of a result."""
+    failed = result.failed_rows
+    names = None if failed is None else {row: failure.name for row, failure in failed.items()}
+    return encode("result", (*result[:2], names, *result[3:]))
+
+
+def read_result(part: msgspec.Raw) -> StepResult:
+    """Read the result of a step."""
+    found = _read_result(part)
+    names = found.failed_rows
+    failed = None if names is None else {row: RowFailure[name] for row, name in names.items()}
+    return StepResult(
+        found.token_ids, found.logprobs, failed, found.num_emitted, found.prompt_logprobs, found.embeddings
+    )
+
+
+def read_capacity(value: Any) -> Capacity:
+    """Read a Capacity of a newer or older device: missing fields have their defaults."""
+    return msgspec.convert(value, Capacity)
+
+
+def model_fingerprint(folder: Path) -> str:
+    """SHA-256 over the files that engine and device must agree about."""
+    digest = hashlib.sha256()
+    for name in COMPARED_FILES:
+        path = folder / name
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()

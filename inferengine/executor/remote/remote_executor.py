@@ -1,0 +1,238 @@
+"""RemoteExecutor: core.executor.Executor whose device is elsewhere, over gRPC.
+
+The scheduler, the books of the KV cache and all requests are here; there are slots, blocks and the model. One stream
+carries plans there and results back. When it breaks, or a step takes longer than `remote.step_timeout_s`, the device is
+lost: the engine ends as with a device of its own, is started again, and meets the device, which is still loaded.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+
+from inferengine.config import Config
+from inferengine.config.model_path import model_folder
+from inferengine.core.executor import Capacity, DeviceLost, Progress
+from inferengine.core.step_plan import StepPlan, StepResult
+from inferengine.core.step_time import DevicePeaks, ModelWork, Roofline
+from inferengine.errors import ConfigError
+from inferengine.executor.remote import payloads
+
+CLOSE_S = 2.0
+
+
+class RemoteStepFailed(RuntimeError):
+    """A step raised on the remote device; its log has the cause."""
+
+
+class RemoteDevice:
+    """What is known of the remote device, as `executor.device`."""
+
+    def __init__(self, type: str) -> None:
+        self.type = type
+
+
+class RemoteStep:
+    """Implements core.executor.StepFuture."""
+
+    def __init__(
+        self, step: int, future: Future[StepResult], provide: Callable[[bytes], None], timeout_s: float
+    ) -> None:
+        self._step, self._future, self._provide, self._timeout_s = step, future, provide, timeout_s
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._future.done()
+
+    def provide_masks(self, words: bytearray) -> None:
+        """Send the masks after their step."""
+        self._provide(payloads.encode("masks", self._step, bytes(words)))
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raises DeviceLost where the device does not answer in time."""
+        try:
+            return self._future.result(self._timeout_s)
+        except FutureTimeout:
+            raise DeviceLost(f"the remote device gave no result in {self._timeout_s:g} s") from None
+
+
+class RemoteExecutor:
+    """Holds a channel to one device. `launched` and `adapters` are not told from there: it runs no adapters."""
+
+    max_in_flight = 1
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for a wrong address or files that cannot be read."""
+        remote = config.remote
+        if not remote.address:
+            raise ConfigError("remote.address", "name the device, such as 10.0.0.5:50051 (inferengine executor)")
+        if config.model.adapters:
+            raise ConfigError("model.adapters", "a remote device runs no adapters: leave it out")
+        self._config = config
+        self._channel = open_channel(config)
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._open: deque[Future[StepResult]] = deque()
+        self._lost: DeviceLost | None = None
+        self._on_lost: Callable[[BaseException], None] = lambda error: None
+        self._call: Any = None
+        self._roofline: Roofline | None = None
+        self._closing = False
+        self.dtype = ""
+        self.implementation = ""
+        self.device = RemoteDevice("cpu")
+
+    def on_lost(self, function: Callable[[BaseException], None]) -> None:
+        """Have `function` called once, from another thread, when the device is lost."""
+        self._on_lost = function
+
+    def roofline(self) -> Roofline | None:
+        """The least work of the remote device."""
+        return self._roofline
+
+    # -- lifecycle ---------------------------------------------------------------------------------------------------
+
+    def load(self, progress: Progress) -> Capacity:
+        """Meet the device and have it load. Raises ConfigError where it cannot be reached, or serves another model."""
+        progress("waiting for the remote device", 0.0)
+        remote = self._config.remote
+        try:
+            grpc.channel_ready_future(self._channel).result(remote.connect_timeout_s)
+        except grpc.FutureTimeoutError:
+            message = f"no answer from {remote.address} in {remote.connect_timeout_s:g} s"
+            raise ConfigError("remote.address", message) from None
+        asked = {"model": payloads.model_fingerprint(Path(model_folder(self._config)))}
+        parts = self._follow("Load", payloads.encode(asked), progress)
+        found = payloads.plain(parts[0], dict[str, Any])
+        self.max_in_flight = int(found["max_in_flight"])
+        self.dtype, self.implementation = str(found["dtype"]), str(found.get("implementation", ""))
+        self.device = RemoteDevice(str(found["device"]))
+        if found.get("roofline") is not None:
+            work, peaks = msgspec.convert(found["roofline"], tuple[ModelWork, DevicePeaks])
+            self._roofline = Roofline(work, peaks)
+        return payloads.read_capacity(found["capacity"])
+
+    def warm_up(self, progress: Progress) -> None:
+        """Have the device warm up, then open the stream of steps. Raises ConfigError where another engine has it."""
+        self._follow("WarmUp", payloads.encode(), progress)
+        steps = self._channel.stream_stream(f"/{payloads.SERVICE}/Steps")
+        self._call = steps(iter(self._outbox.get, None))
+        try:
+            next(self._call)
+        except grpc.RpcError as error:
+            raise _refusal(error, self._config) from None
+        threading.Thread(target=self._read, name="inferengine-remote", daemon=True).start()
+
+    def flush(self) -> None:
+        """Have the device forget what it keeps between requests."""
+        self._outbox.put(payloads.encode("flush"))
+
+    def close(self) -> None:
+        """Leave the device; it stays loaded."""
+        self._closing = True
+        self._outbox.put(None)
+        if self._call is not None:
+            self._call.cancel()
+        self._channel.close()
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def execute(self, plan: StepPlan) -> RemoteStep:
+        """Send one step. Raises DeviceLost."""
+        future: Future[StepResult] = Future()
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            self._open.append(future)
+        self._outbox.put(payloads.encode_plan(plan))
+        return RemoteStep(plan.step, future, self._outbox.put, self._config.remote.step_timeout_s)
+
+    def _read(self) -> None:
+        """In a thread of its own: settle the steps in order, until the stream breaks."""
+        reason = "the remote device ended the stream"
+        try:
+            for message in self._call:
+                kind, parts = payloads.decode(message)
+                future = self._open.popleft()
+                if kind == "result":
+                    future.set_result(payloads.read_result(parts[0]))
+                else:
+                    name, text, is_lost = (payloads.plain(part) for part in parts)
+                    error = DeviceLost if is_lost else RemoteStepFailed
+                    future.set_exception(error(f"on the remote device: {name}: {text}"))
+        except grpc.RpcError as error:
+            reason = f"the remote device is gone: {error.code().name}: {error.details()}"
+        except (ValueError, LookupError, msgspec.MsgspecError) as error:
+            reason = f"the remote device sent what is no result: {error}"
+        if self._closing:
+            return
+        lost = DeviceLost(reason)
+        with self._lock:
+            self._lost = lost
+            open_steps = list(self._open)
+            self._open.clear()
+        for future in open_steps:
+            future.set_exception(lost)
+        self._on_lost(lost)
+
+    def _follow(self, method: str, request: bytes, progress: Progress) -> Any:
+        """Call a method that tells its progress; returns the parts of its last message that is none."""
+        last: Any = ()
+        try:
+            for message in self._channel.unary_stream(f"/{payloads.SERVICE}/{method}")(request):
+                kind, parts = payloads.decode(message)
+                if kind == "progress":
+                    progress(payloads.plain(parts[0], str), payloads.plain(parts[1], float))
+                else:
+                    last = parts
+        except grpc.RpcError as error:
+            raise _refusal(error, self._config) from None
+        return last
+
+
+def open_channel(config: Config) -> grpc.Channel:
+    """A channel as [remote] says. Raises ConfigError for files that cannot be read."""
+    remote = config.remote
+    if not (remote.tls_ca or remote.tls_certificate):
+        return grpc.insecure_channel(remote.address, payloads.CHANNEL_OPTIONS)
+    key, certificate = read_pair(config)
+    credentials = grpc.ssl_channel_credentials(read_file("remote.tls_ca", remote.tls_ca), key, certificate)
+    return grpc.secure_channel(remote.address, credentials, payloads.CHANNEL_OPTIONS)
+
+
+def read_pair(config: Config) -> tuple[bytes | None, bytes | None]:
+    """The private key and the certificate of this side; None where there are none. Raises ConfigError."""
+    remote = config.remote
+    certificate = read_file("remote.tls_certificate", remote.tls_certificate)
+    key = read_file("remote.tls_key", remote.tls_key)
+    if (certificate is None) != (key is None):
+        raise ConfigError("remote.tls_key", "certificate and key belong together: name both")
+    return key, certificate
+
+
+def read_file(key: str, path: str) -> bytes | None:
+    """The content of a file that a key names; None for an empty name. Raises ConfigError."""
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(key, f"cannot be read: {error.strerror}") from None
+
+
+def _refusal(error: grpc.RpcError, config: Config) -> Exception:
+    code, details = error.code(), error.details()
+    if code == grpc.StatusCode.FAILED_PRECONDITION:
+        return ConfigError("model.path", f"{config.remote.address}: {details}")
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return DeviceLost(f"{config.remote.address}: {details}")
+    return DeviceLost(f"{config.remote.address}: {code.name}: {details}")
