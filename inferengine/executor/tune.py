@@ -254,6 +254,7 @@ class LayerTimer:
     def __init__(self, groups: Sequence[Layers], device: torch.device, dtype: torch.dtype, timer: CallTimer) -> None:
         self._layers = {group.product: group.layers for group in groups}
         self._device, self._dtype, self._timer = device, dtype, timer
+        self._generator = torch.Generator(device).manual_seed(0)
         self._inputs: tuple[Any, _Inputs] | None = None  # the latest product and rows
 
     @torch.inference_mode()
@@ -312,7 +313,9 @@ class LayerTimer:
             self._inputs = (
                 (product, rows),
                 _Inputs(
-                    x=torch.randn(rows, product.columns, dtype=self._dtype, device=self._device),
+                    x=torch.randn(
+                        rows, product.columns, dtype=self._dtype, device=self._device, generator=self._generator
+                    ),
                     gain=torch.ones(max(product.columns, product.width), dtype=self._dtype, device=self._device),
                     residual=residual,
                 ),
