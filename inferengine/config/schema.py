@@ -111,7 +111,7 @@ class EngineConfig:
         minimum=0,
     )
     tune: str = _key(
-        "0",
+        "auto",
         "choose kernels by measuring the model's products on this card, within this many seconds at the first start; "
         "auto: 20 for a model of 1 GiB or more, 0: only tables that exist, off: fixed rules",
     )

@@ -43,7 +43,7 @@ class ExecutorSettings:
     max_adapter_rank: int = 64
     peak_gb_per_s: float = 0.0  # of the device, for the share of the roofline; 0: its data sheet's, or measured
     peak_tflops: float = 0.0
-    tune: str = "0"  # auto, off or seconds: executor/tune.py
+    tune: str = "auto"  # auto, off or seconds: executor/tune.py
     tensor_parallel: int = 1
     rank: int = 0  # of tensor_parallel
 
