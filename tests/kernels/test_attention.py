@@ -136,6 +136,28 @@ def test_sinks_take_their_share_of_attention(window, device):
         assert relative_error(out, expected[:3]) < 1e-5
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window", "softcap"), [
+    (4, 2, 16, None, None), (7, 1, 24, None, 20.0), (2, 2, 32, 150, None), (3, 1, 64, None, None),
+])  # fmt: skip
+def test_programs_share_the_keys_of_few_queries(heads, kv_heads, head_dim, window, softcap, device):
+    row_lens, counts = [40, 300, 290, 310, 3, 5], [1, 1, 9, 3, 3, 0]
+    case = make_paged_case(row_lens, counts, kv_heads, head_dim, 16, torch.float32, device)
+    q = torch.randn(sum(counts), heads, head_dim, device=device)
+    expected = reference_attention(q, case, 0.2, window, softcap)
+    scratch = make_scratch(device)
+    for first_row, fill in ((0, 264), (2, 64), (2, 1)):
+        skipped = sum(counts[:first_row])
+        out = torch.zeros(sum(counts), heads * head_dim, device=device)
+        prefill_attention(
+            q, case.kv, case.row_slot, case.row_start, case.query_start, case.block_table, 0.2, window, softcap,
+            first_row=first_row, num_tokens=sum(counts) - skipped, out=out, scratch=scratch,
+            tuning=PrefillConfig(32, 16, 4, 2, fill=fill),
+        )  # fmt: skip
+        assert relative_error(out[skipped:], expected[skipped:]) < tolerance(torch.float32)
+        assert not out[:skipped].any()
+        assert not scratch.arrived.any(), "a launch must leave the arrival counters at zero"
+
+
 @pytest.mark.parametrize(("head_dim", "block_size"), [(32, 16), pytest.param(128, 64, marks=pytest.mark.gpu)])
 def test_prefill_attention_does_not_depend_on_chunking(head_dim, block_size, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

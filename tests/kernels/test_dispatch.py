@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from inferengine.kernels.cuda.dispatch import PRODUCTS, Operands, Product, candidates, decode_config, prefill_config
+from inferengine.kernels.cuda.dispatch import (
+    PRODUCTS,
+    Operands,
+    Product,
+    candidates,
+    decode_config,
+    hopper_prefill_config,
+    hopper_prefill_is_faster,
+    prefill_config,
+)
 
 GOLDEN = Path(__file__).with_name("dispatch_golden.json")
 LAST_ROW = 1024
@@ -55,6 +64,10 @@ def attention() -> dict[str, list[list[int | str]]]:
     for head_dim in (64, 128, 256):
         sizes = [str(list(prefill_config(head_dim, size))) for size in range(1, 129)]
         found[f"prefill, head_dim {head_dim}"] = runs(sizes)
+        found[f"Hopper's prefill, head_dim {head_dim}"] = runs([str(list(hopper_prefill_config(head_dim)))])
+        for rows in (1, 16, 64):  # a captured step has 16, most of them empty
+            faster = [str(hopper_prefill_is_faster(tokens, rows, head_dim)) for tokens in range(1, 2 * LAST_ROW + 1)]
+            found[f"Hopper's prefill is faster, head_dim {head_dim}, {rows} rows"] = runs(faster)
     return found
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from inferengine.kernels.cuda.attention.prefill_hopper import fits, prefill_attention
+from inferengine.kernels.cuda.split_k import Scratch
 from tests.kernels.builders import (
     make_paged_case,
     make_scratch,
@@ -19,6 +20,11 @@ SHAPES = [
     (8, 1, 128, 128, 200, None, torch.bfloat16),
     (4, 4, 64, 64, None, 20.0, torch.float16),
     (16, 1, 64, 128, None, None, torch.bfloat16),
+    (14, 2, 128, 64, None, None, torch.bfloat16),
+    (6, 2, 96, 64, 300, None, torch.bfloat16),
+    (5, 1, 80, 64, None, None, torch.bfloat16),
+    (4, 2, 256, 64, 200, 50.0, torch.bfloat16),
+    (4, 1, 192, 64, None, None, torch.float16),
 ]
 ROW_LENS, COUNTS = [30, 17, 50, 1000, 300, 5, 513, 128], [1, 1, 50, 400, 300, 5, 513, 128]
 
@@ -52,6 +58,21 @@ def test_rows_of_all_lengths(heads, kv_heads, head_dim, block_size, window, soft
 
 
 @hopper
+@pytest.mark.parametrize(("counts", "lengths"), [(COUNTS, ROW_LENS), ([40, 3], [6040, 9003])], ids=["whole", "shared"])
+@pytest.mark.parametrize("window", [None, 128])
+def test_sinks_take_their_share(window, counts, lengths, device):
+    case = make_paged_case(lengths, counts, 8, 64, 64, torch.bfloat16, device)
+    q = torch.randn(sum(counts), 64, 64, device=device, dtype=torch.bfloat16)
+    sinks = torch.linspace(-5, 6, 64, device=device)
+    out = torch.empty(sum(counts), 64 * 64, device=device, dtype=torch.bfloat16)
+    prefill_attention(
+        q, case.kv, case.row_slot, case.row_start, case.query_start, case.block_table, 0.1, window, None, first_row=0,
+        num_tokens=sum(counts), out=out, scratch=Scratch(device), sinks=sinks,
+    )  # fmt: skip
+    assert relative_error(out, reference_attention(q, case, 0.1, window, None, sinks)) < tolerance(torch.bfloat16)
+
+
+@hopper
 def test_more_tiles_than_programs_and_fewer_tokens_than_a_tile(device):
     for lengths in ([900] * 40, [3]):
         case = make_paged_case(lengths, lengths, 2, 128, 64, torch.bfloat16, device)
@@ -62,6 +83,28 @@ def test_more_tiles_than_programs_and_fewer_tokens_than_a_tile(device):
             num_tokens=sum(lengths), out=out,
         )  # fmt: skip
         assert relative_error(out, reference_attention(q, case, 0.1, None, None)) < tolerance(torch.bfloat16)
+
+
+@hopper
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (8, 2, 64), (7, 1, 128), (4, 2, 256)])
+@pytest.mark.parametrize("counts", [[40, 3], [1, 200, 2], [33]])
+def test_few_queries_over_a_long_context_are_shared_by_programs(heads, kv_heads, head_dim, counts, device):
+    lengths = [9000 + 3 * count for count in counts]
+    case = make_paged_case(lengths, counts, kv_heads, head_dim, 64, torch.bfloat16, device)
+    q = torch.randn(sum(counts), heads, head_dim, device=device, dtype=torch.bfloat16)
+    expected = reference_attention(q, case, 0.1, None, None)
+    scratch = Scratch(device)
+    results = []
+    for _ in range(3):
+        out = torch.full((sum(counts), heads * head_dim), float("nan"), device=device, dtype=torch.bfloat16)
+        prefill_attention(
+            q, case.kv, case.row_slot, case.row_start, case.query_start, case.block_table, 0.1, None, None, first_row=0,
+            num_tokens=sum(counts), out=out, scratch=scratch,
+        )  # fmt: skip
+        results.append(out)
+    assert relative_error(results[0], expected) < tolerance(torch.bfloat16)
+    assert all(torch.equal(out, results[0]) for out in results), "the sums are added in their order"
+    assert not scratch.arrived.any()
 
 
 COMPILE = """
@@ -79,12 +122,12 @@ from inferengine.kernels.cuda.attention.prefill_hopper import attention_kernel
 from inferengine.kernels.cuda.attention.prefill_hopper import descriptors
 from inferengine.kernels.cuda.attention.prefill_hopper import PrefillShape
 
-shape = PrefillShape(1, 2, 64, 64, block_tokens=64, stages=2, window=False, softcap=False)
+shape = PrefillShape(1, 2, 64, 64, block_tokens=64, stages=2, window=False, softcap=False, sinks=True, most_splits=2)
 q, kv = torch.zeros(64, 2, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 1, 64, 64, dtype=torch.bfloat16)
-i32 = torch.zeros(4, dtype=torch.int32)
+i32, f32 = torch.zeros(4, dtype=torch.int32), torch.zeros(4)
 kernel = attention_kernel.warmup(
-    *descriptors(q, kv, shape), i32, i32, i32, i32, q, i32, 2, 0, 1, 1, 0.1, 1.0, 0.0, 0, SHAPE=shape, PDL=True,
-    num_warps=4, launch_pdl=True, grid=(1,),
+    *descriptors(q, kv, shape), i32, i32, i32, i32, q, f32, f32, i32, f32, 2, 0, 1, 1, 1, 0.1, 1.0, 0.0, 0, SHAPE=shape,
+    PDL=True, num_warps=4, launch_pdl=True, grid=(1,),
 )
 print("wgmma" in kernel.asm["ptx"], "cp.async.bulk.tensor" in kernel.asm["ptx"], "setmaxnreg" in kernel.asm["ptx"])
 """

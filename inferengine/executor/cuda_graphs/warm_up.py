@@ -216,7 +216,7 @@ def prompt_plan(runner: StepRunner, num_tokens: int, num_rows: int = 1) -> StepP
 def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
     """One step of every class of shapes that is computed without a graph."""
     from inferengine.kernels.cuda.attention.decode import row_classes  # an engine on a CPU starts without triton
-    from inferengine.kernels.cuda.dispatch import measured_rows
+    from inferengine.kernels.cuda.dispatch import hopper_prefill_config, measured_rows
     from inferengine.kernels.cuda.moe.configurations import token_classes
 
     config, max_rows = runner.config, runner.settings.max_num_seqs
@@ -228,6 +228,7 @@ def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
         decode_rows=row_classes(config.num_heads, config.num_kv_heads, config.head_dim, max_rows),
         more_chunks=(
             *measured_rows(),
+            hopper_prefill_config(config.head_dim).min_tokens,
             *(() if config.moe is None else token_classes(config.moe.num_experts, config.moe.num_chosen)),
         ),
     )

@@ -1,14 +1,15 @@
 """Variable-length paged attention for rows of any number of queries: prompts, chunks of prompts, draft tokens to
 verify.
 
-Hopper has a kernel of its own for long prompts (prefill_hopper.py). This one takes all other rows, on which it is
-faster, and all rows in deterministic mode, where one kernel must compute them all.
+Hopper has a kernel of its own for steps of many tokens (prefill_hopper.py). This one takes all others, on which it is
+faster, and all steps in deterministic mode, where one kernel must compute them all.
 
 A program takes a tile of queries of one row with all heads of one KV head packed beside each other (BLOCK_ROWS =
 tokens x group), so that short chunks fill the tile as well as long ones, and walks the row's keys in the paged cache
 in tiles that start at multiples of BLOCK_TOKENS. The grid is bounded by host integers; a program finds its row by
-bisection over `query_start`. A query's result depends on nothing but its own row: not on chunking, not on neighbours
-(tiles above its diagonal add exact zeros). Deterministic mode relies on that.
+bisection over `query_start`. Where few tiles would leave the device idle, several programs share the keys of each, and
+the last one to arrive adds up their sums, as in decode.py. In deterministic mode none do: a query's result then depends
+on nothing but its own row, not on chunking, not on neighbours (tiles above its diagonal add exact zeros).
 
 Source: FlashAttention-2 (Dao, 2023); the search over rows follows vLLM's unified Triton attention.
 """
@@ -24,9 +25,12 @@ from inferengine.kernels.cuda.activation import tanh
 from inferengine.kernels.cuda.attention import prefill_hopper
 from inferengine.kernels.cuda.attention.decode import with_sinks
 from inferengine.kernels.cuda.attention.row_tiles import find_row
-from inferengine.kernels.cuda.dispatch import PREFILL_HOPPER_TOKENS, PrefillConfig, prefill_config
+from inferengine.kernels.cuda.dispatch import PrefillConfig, hopper_prefill_is_faster, prefill_config
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.cuda.split_k import Scratch
+
+MOST_SPLITS = 16
+LEAST_TILES = tl.constexpr(8)  # of keys that a split of a tile is worth
 
 
 def prefill_attention(
@@ -55,18 +59,19 @@ def prefill_attention(
     Row r's queries are tokens [query_start[r], query_start[r + 1]) at positions row_start[r] on; it attends causally
     to everything in the cache up to itself. `num_tokens`, the tokens of those rows, is a host integer: an upper bound
     is enough. `tuning`: the tiles of this file's kernel, whatever the device. `deterministic`: no contraction of
-    products and sums, so that masked and unmasked tiles round alike. `scratch`: counters that Hopper's programs share;
-    without it a launch makes its own. `sinks` [H] fp32: of each head a score that stands for no key.
+    products and sums, so that masked and unmasked tiles round alike. `scratch`: counters, zero before and after a
+    launch, and room for the sums of tiles whose keys several programs share; without it none are shared. `sinks`
+    [H] fp32: of each head a score that stands for no key.
     """
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_rows = row_slot.shape[0] - first_row
     if num_rows <= 0 or num_tokens <= 0:
         return out
-    prompts = not deterministic and sinks is None and num_tokens >= PREFILL_HOPPER_TOKENS * num_rows
-    if tuning is None and prompts and prefill_hopper.fits(q, kv):
+    faster = not deterministic and hopper_prefill_is_faster(num_tokens, num_rows, head_dim)
+    if tuning is None and faster and prefill_hopper.fits(q, kv):
         return prefill_hopper.prefill_attention(
             q, kv, row_slot, row_start, query_start, block_table, scale, window, softcap, first_row=first_row,
-            num_tokens=num_tokens, out=out, kv_scales=kv_scales, scratch=scratch,
+            num_tokens=num_tokens, out=out, kv_scales=kv_scales, scratch=scratch, sinks=sinks,
         )  # fmt: skip
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     group = num_heads // num_kv_heads
@@ -76,7 +81,14 @@ def prefill_attention(
     num_tiles = num_tokens // tile_tokens + num_rows
     tma = tuned.tma and can_use_tma(kv, tuned.block_tokens)
     view = TensorDescriptor.from_tensor(kv.view(-1, head_dim), [tuned.block_tokens, head_dim]) if tma else kv
-    _prefill_kernel[(num_kv_heads, num_tiles)](
+    splits, partial, shares = 1, out, False
+    if tuned.fill and not deterministic and scratch is not None:  # one kernel, whatever the number of splits
+        shares, partial = True, scratch.partial
+        # What a step of one row needs: an upper bound of the tiles counts rows that have no queries.
+        wanted = min(MOST_SPLITS, tuned.fill // (num_kv_heads * -(-num_tokens // tile_tokens)))
+        room = scratch.partial.numel() // (num_tokens * num_heads * (head_dim + 2))
+        splits = max(1, min(wanted, room)) if num_tiles * num_kv_heads <= scratch.arrived.numel() else 1
+    _prefill_kernel[(num_kv_heads, num_tiles, splits)](
         q,
         view,
         row_slot,
@@ -85,6 +97,9 @@ def prefill_attention(
         block_table,
         out,
         q if sinks is None else sinks,
+        partial,
+        partial[num_tokens * num_heads * splits * head_dim :] if splits > 1 else partial,
+        row_slot if scratch is None else scratch.arrived,
         block_table.stride(0),
         kv.stride(0),
         kv.stride(1),
@@ -103,6 +118,7 @@ def prefill_attention(
         BLOCK_ROWS=tuned.block_rows,
         TILE_TOKENS=tile_tokens,
         BLOCK_T=tuned.block_tokens,
+        SPLIT=shares,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         TMA=tma,
@@ -147,6 +163,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     MASKED: tl.constexpr,
+    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
@@ -186,7 +203,7 @@ def _attend(
             score = tl.where(visible, score, -1.0e30)
         new_peak = tl.maximum(peak, tl.max(score, axis=1) * to_log2)
         weight = tl.exp2(score * to_log2 - new_peak[:, None])
-        if MASKED and WINDOW:  # a tile may hold no visible key of a query: its weights must not become exp2(0)
+        if MASKED and (WINDOW or SPLIT):  # maybe no key of a query is visible: its weights must not become exp2(0)
             weight = tl.where(visible, weight, 0.0)
         shrink = tl.exp2(peak - new_peak)
         if TMA:
@@ -212,6 +229,9 @@ def _prefill_kernel(
     table_ptr,
     out_ptr,
     sinks_ptr,
+    partial_ptr,
+    peak_ptr,
+    arrived_ptr,
     table_stride,
     kv_block_stride,
     kv_value_stride,
@@ -230,6 +250,7 @@ def _prefill_kernel(
     BLOCK_ROWS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
@@ -268,6 +289,16 @@ def _prefill_kernel(
         key_begin = tl.maximum(first_position - window + 1, 0) // BLOCK_T * BLOCK_T
     # Keys that every query of the tile sees need no mask; the diagonal tiles do.
     diagonal = (first_position + 1) // BLOCK_T * BLOCK_T
+    split, splits, active = tl.program_id(2), tl.num_programs(2), 1
+    if SPLIT:  # as equal as whole tiles get
+        key_tiles = tl.cdiv(key_end - key_begin, BLOCK_T)
+        per_split = tl.cdiv(key_tiles, tl.minimum(tl.cdiv(key_tiles, LEAST_TILES), splits))
+        active = tl.cdiv(key_tiles, per_split)
+        if split >= active:
+            return
+        key_begin += split * per_split * BLOCK_T
+        key_end = tl.minimum(key_end, key_begin + per_split * BLOCK_T)
+        diagonal = tl.minimum(tl.maximum(diagonal, key_begin), key_end)
 
     peak = tl.full([BLOCK_ROWS], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -278,13 +309,45 @@ def _prefill_kernel(
         acc, total, peak = _attend(
             acc, total, peak, q, key_begin, diagonal, query_position, kv, kv_head, table_row, kv_block_stride,
             kv_value_stride, kv_head_stride, scale, softcap, window, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE,
-            BLOCK_T, False, False, SOFTCAP, TMA,
+            BLOCK_T, False, SPLIT, False, SOFTCAP, TMA,
         )  # fmt: skip
     acc, total, peak = _attend(
         acc, total, peak, q, diagonal, key_end, query_position, kv, kv_head, table_row, kv_block_stride,
         kv_value_stride, kv_head_stride, scale, softcap, window, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, BLOCK_T,
-        True, WINDOW, SOFTCAP, TMA,
+        True, SPLIT, WINDOW, SOFTCAP, TMA,
     )  # fmt: skip
+    if SPLIT:
+        if active > 1:
+            # Unnormalized sums, [token, head, split, dim]; the last program of a tile to arrive adds them in order.
+            base = tl.load(query_start_ptr + first_row)
+            line = ((first_query - base + token) * NUM_HEADS + kv_head * GROUP + i % GROUP) * splits
+            tl.store(partial_ptr + ((line + split) * HEAD_DIM)[:, None] + d[None, :], acc, mask=q_mask)
+            tl.store(peak_ptr + (line + split) * 2, peak, mask=valid)
+            tl.store(peak_ptr + (line + split) * 2 + 1, total, mask=valid)
+            unit = arrived_ptr + tile * NUM_KV_HEADS + kv_head
+            tl.debug_barrier()
+            before = tl.atomic_add(unit, 1, sem="acq_rel", scope="gpu")
+            if before != active - 1:
+                return
+            tl.debug_barrier()
+            tl.store(unit, 0)
+            peak = tl.full([BLOCK_ROWS], -1.0e30, tl.float32)
+            total = tl.zeros([BLOCK_ROWS], tl.float32)
+            acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+            for each in range(active):
+                place = line + each
+                part = tl.load(
+                    partial_ptr + (place * HEAD_DIM)[:, None] + d[None, :], mask=q_mask, other=0.0, cache_modifier=".cg"
+                )
+                part_peak = tl.load(peak_ptr + place * 2, mask=valid, other=-1.0e30, cache_modifier=".cg")
+                part_total = tl.load(peak_ptr + place * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
+                new_peak = tl.maximum(peak, part_peak)
+                shrink = tl.exp2(peak - new_peak)
+                weight = tl.exp2(part_peak - new_peak)
+                total = total * shrink + part_total * weight
+                acc = acc * shrink[:, None] + part * weight[:, None]
+                peak = new_peak
+            total = tl.maximum(total, 1.0e-30)  # rows of the tile that are no query
     if SINKS:
         sink = tl.load(sinks_ptr + kv_head * GROUP + i % GROUP) * 1.4426950408889634
         acc, total, peak = with_sinks(acc, total, peak, sink)

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 load_piece = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 NEW_VIEW = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
