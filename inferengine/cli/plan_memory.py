@@ -24,6 +24,9 @@ OPTIONS = {
             None,
             kind=float,
         ),
+        Option(
+            "--tensor-parallel N", "plan each of N devices that share the model; default: engine.tensor_parallel", 0
+        ),
         Option("--json", "print the plan as JSON, sizes in bytes"),
     )
 }
@@ -32,7 +35,9 @@ OPTIONS = {
 @command(
     OPTIONS,
     takes_model=True,
-    usage=("[MODEL | FILE.json] [--memory GIB] [--json] [--config FILE] [--section.key VALUE ...]",),
+    usage=(
+        "[MODEL | FILE.json] [--memory GIB] [--tensor-parallel N] [--json] [--config FILE] [--section.key VALUE ...]",
+    ),
 )
 def run(arguments: Arguments) -> int:
     """Print what a model needs and what fits, from its config.json alone: no weights, no GPU.
@@ -43,6 +48,8 @@ def run(arguments: Arguments) -> int:
     config, memory_gib = arguments.config, arguments.values["memory"]
     if memory_gib is not None and not 0 < memory_gib <= MAX_MEMORY_GIB:
         raise ConfigError("--memory", f"must be above 0 and at most {MAX_MEMORY_GIB:,}")
+    if arguments.values["tensor_parallel"]:
+        config = config.with_values(engine={"tensor_parallel": arguments.values["tensor_parallel"]})
     name, file = "", Path(config.model.path).expanduser()
     with contextlib.ExitStack() as stack:
         if file.suffix == ".json" and file.is_file():
@@ -80,9 +87,12 @@ def _print_plan(config: Config, memory_gib: float | None, name: str, *, as_json:
     plan = make_plan(settings, int(memory_gib * GIB))
     name = name or settings.folder.name
     if as_json:
-        print(json.dumps({"model": name, "device": device.type, "memory_gib": memory_gib, **plan_figures(plan)}))
+        shared_by = {"tensor_parallel": settings.tensor_parallel}
+        whose = {"model": name, "device": device.type, "memory_gib": memory_gib, **shared_by}
+        print(json.dumps({**whose, **plan_figures(plan)}))
     else:
-        print(f"{name} on {device.type}, {memory_gib:.0f} GiB")
+        size = settings.tensor_parallel
+        print(f"{name} on {device.type}, {memory_gib:.0f} GiB{f', each of {size} ranks' if size > 1 else ''}")
         print("\n".join(plan_lines(plan)))
     return ExitCode.OK if plan.sequences(1) else ExitCode.MEMORY
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,29 @@ def test_an_8b_model_on_an_80_gib_card(llama: Path, capsys: pytest.CaptureFixtur
     assert kv_tokens == pytest.approx(figure(output, "KV cache") * 2**30 / (128 * 1024), rel=1e-3)
     at_8k = next(line.split() for line in output.splitlines() if line.strip().startswith("8,192 "))
     assert int(at_8k[1]) == kv_tokens // 8192
+
+
+def test_each_of_two_cards_holds_half_of_the_model_and_of_the_cache(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(*arguments: str) -> dict[str, Any]:
+        assert main(["plan-memory", str(llama), "--memory", "80", "--json", *arguments]) == ExitCode.OK
+        figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return figures
+
+    one, two = planned(), planned("--tensor-parallel", "2")
+    assert (one["tensor_parallel"], two["tensor_parallel"]) == (1, 2)
+    assert two["bytes"]["weights"] == pytest.approx(one["bytes"]["weights"] / 2, rel=1e-4)  # norms are on both
+    assert two["kv_bytes_per_token"] == one["kv_bytes_per_token"] / 2
+    assert two["kv_tokens"] > 2 * one["kv_tokens"]
+    assert planned("--engine.tensor_parallel", "2") == two
+
+
+def test_more_cards_than_divide_the_heads_are_refused(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {**LLAMA_3_1_8B, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (llama / "config.json").write_text(json.dumps(values))
+    assert main(["plan-memory", str(llama), "--tensor-parallel", "8"]) == ExitCode.USAGE
+    assert "engine.tensor_parallel" in capsys.readouterr().err
 
 
 def test_every_graph_that_is_captured_counts_those_of_steps_with_prompts_among_them(llama: Path) -> None:

@@ -76,6 +76,46 @@ def launch(tmp_path: Path, checkpoint: Path) -> Iterator[Launch]:
         process.close()
 
 
+def test_a_stream_goes_on_after_a_rank_was_killed(launch: Launch, tmp_path: Path) -> None:
+    """The engine ends with it; the next one has all ranks again, and leaves none behind."""
+    two = ("--engine.tensor_parallel", "2")
+    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    process = launch(*two)
+    with contextlib.closing(Client(process.address)) as client:
+        client.connect(START_S)
+        client.wait_ready(START_S)
+        whole = [token for delta in client.submit([1, 2, 3], params).streams[0] for token in delta.token_ids]
+        stream = client.submit([1, 2, 3], params).streams[0]
+        tokens = list(next(stream).token_ids)
+        (rank,) = ranks_of(process)
+        os.kill(rank, signal.SIGKILL)
+        assert process.wait(SOON_S) == ExitCode.CRASH
+        assert "rank 1 has ended" in (tmp_path / "log").read_text()
+        process = launch(*two)
+        finish = None
+        for delta in stream:
+            tokens += delta.token_ids
+            finish = delta.finish
+        assert finish is not None
+        assert (finish.reason, tokens) == ("length", whole)
+        (rank,) = ranks_of(process)
+        process.child.send_signal(signal.SIGTERM)
+        assert process.wait() == ExitCode.OK
+        wait_until(lambda: not Path(f"/proc/{rank}").exists())
+
+
+SOON_S = 5.0
+
+
+def ranks_of(process: Process) -> list[int]:
+    tasks = Path(f"/proc/{process.child.pid}/task").glob("*/children")
+    return [int(pid) for task in tasks for pid in task.read_text().split() if is_rank(pid)]
+
+
+def is_rank(pid: str) -> bool:
+    return b"inferengine.executor.parallel.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def test_a_service_from_start_to_drain(launch: Launch, tmp_path: Path) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     listener.bind(str(tmp_path / "notify"))
