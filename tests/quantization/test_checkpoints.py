@@ -104,7 +104,11 @@ def int4_groups_of(size: Any) -> dict[str, Any]:
         ("compressed-fp8", {"config_groups": {}}, "config_groups must hold one group"),
         ("gptq", {"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported: its blocks of 64 weights"),
         ("gptq", {"quant_method": "modelopt"}, "'modelopt' is not supported: the nearest that is: compressed-tensors"),
-        ("gptq", {"quant_method": "none of them"}, "is not supported: fp8, compressed-tensors, gptq, awq, mxfp4 are read"),
+        (
+            "gptq",
+            {"quant_method": "none of them"},
+            "is not supported: fp8, compressed-tensors, gptq, awq, mxfp4 are read",
+        ),
         ("gptq", {"quant_method": ["gptq"]}, "quant_method = ['gptq'] is not supported"),
         ("gptq", {"group_size": 0}, "group_size must be at least 1, or -1; got 0"),
         ("awq", {"modules_to_not_convert": ["re:("]}, "'(' is not a valid pattern"),

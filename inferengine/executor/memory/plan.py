@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 CUDA_CONTEXT_BYTES = 600 * (1 << 20)  # driver, kernels and libraries of one process, measured on Hopper
-COMMUNICATOR_BYTES = 400 * (1 << 20)  # buffers between a device and its peers, where there are any
+COMMUNICATOR_BYTES = GIB  # NCCL's buffers between a device and its peers, as measured with two H200s
 WHOLE = Shard()
 CONTEXTS = (1024, 4096, 8192, 32768, 131072)
 GRAPH_BYTES = 4 * (1 << 20)  # nodes of one captured step; its buffers are shared by all
