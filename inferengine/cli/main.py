@@ -32,9 +32,11 @@ class Entry(NamedTuple):
 
 
 EXTRAS = {"engine": "torch", "server": "uvicorn"}  # extra → a package that only comes with it
+EXECUTOR = "executor"  # what an engine needs: torch, or one of these, with which others compute
+OTHER_EXECUTORS = ("aiohttp", "grpc")
 COMMANDS = {
-    "up": Entry("engine and front ends together, in one terminal", "up", "run", ("engine", "server")),
-    "engine": Entry("the engine alone: model, KV cache, batching loop, ZeroMQ socket", "serve", "engine", ("engine",)),
+    "up": Entry("engine and front ends together, in one terminal", "up", "run", (EXECUTOR, "server")),
+    "engine": Entry("the engine alone: model, KV cache, batching loop, ZeroMQ socket", "serve", "engine", (EXECUTOR,)),
     "executor": Entry("lend this machine's device to an engine elsewhere, over gRPC", "serve", "executor", ("engine",)),
     "http": Entry("the HTTP front end: OpenAI-compatible routes and Server-Sent Events", "serve", "http", ("server",)),
     "ws": Entry("the websocket front end and its chat page", "serve", "ws", ("server",)),
@@ -164,7 +166,9 @@ def unknown_command(name: str, words: Sequence[str]) -> str:
 
 def require(*extras: str) -> None:
     """Raise ConfigError, with the remedy, where an extra of the package is not installed."""
-    missing = [extra for extra in extras if importlib.util.find_spec(EXTRAS[extra]) is None]
+    may_relay = any(map(importlib.util.find_spec, OTHER_EXECUTORS))
+    wanted_extras = ["engine" if extra == EXECUTOR else extra for extra in extras if extra != EXECUTOR or not may_relay]
+    missing = [extra for extra in wanted_extras if importlib.util.find_spec(EXTRAS[extra]) is None]
     if missing:
         wanted = "all" if len(missing) == len(EXTRAS) else missing[0]
         raise ConfigError(

@@ -85,7 +85,10 @@ def build_executor(config: Config, card: ModelCard | None = None) -> Any:
     missing."""
     name = config.engine.executor
     if name == "torch":
-        return build_torch_executor(config)
+        try:
+            return build_torch_executor(config)
+        except ModuleNotFoundError as error:
+            raise _missing("engine", error) from None
     if name == "remote":
         try:
             from inferengine.executor.remote.remote_executor import RemoteExecutor
@@ -126,7 +129,7 @@ def run_executor(config: Config) -> int:
 
 
 def _missing(name: str, error: ModuleNotFoundError) -> ConfigError:
-    message = f"{name} needs the package {error.name}: pip install 'inferengine[{name}]'"
+    message = f"needs the package {error.name}: pip install 'inferengine[{name}]'"
     return ConfigError("engine.executor", message)
 
 

@@ -300,3 +300,14 @@ def test_the_package_lists_its_names_and_imports_them_late() -> None:
     assert "'LLM'" in names
     assert "'SamplingParams'" in names
     assert has_torch == "False"
+
+
+def test_an_engine_that_leaves_the_computing_to_others_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"aiohttp"}
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: name if name in there else None)
+    cli.require(cli.EXECUTOR)
+    with pytest.raises(ConfigError, match=r"inferengine\[engine\]"):
+        cli.require("engine")
+    there.clear()
+    with pytest.raises(ConfigError, match=r"inferengine\[engine\]"):
+        cli.require(cli.EXECUTOR)
