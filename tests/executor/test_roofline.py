@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.shapes import LLAMA_3_1_8B
+from benchmarks.shapes import LLAMA_3_1_8B, QWEN3_30B_A3B
 from inferengine.config import load
 from inferengine.core.step_time import AttentionGroup, DevicePeaks, Roofline
 from inferengine.executor.memory.plan import weight_bytes
@@ -120,3 +120,22 @@ def test_a_loaded_executor_tells_its_roofline() -> None:
 def tensors_of(folder: Path) -> list[torch.Tensor]:
     """Of a checkpoint."""
     return list(load_file(folder / "model.safetensors").values())
+
+
+def test_a_mixture_reads_the_experts_that_as_many_tokens_choose(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    config, _ = registry.read_model_config(tmp_path)
+    num_bytes = weight_bytes(config, QWEN3_30B_A3B, torch.bfloat16)
+    assert num_bytes == pytest.approx(2 * 30.53e9, rel=1e-3)
+    experts = 2 * 48 * 128 * 3 * 768 * 2048
+    assert 2 * config.num_expert_weights == experts
+    attention = 48 * 2048 * 128 * (2 * 32 + 2 * 4)
+    work = model_work(
+        config, weight_bytes=num_bytes, num_layer_weights=attention, item_bytes=2, head_item_bytes=2, kv_item_bytes=2,
+        expert_bytes=experts,
+    )  # fmt: skip
+    assert work.operations_per_token == pytest.approx(2 * (attention + experts / 2 / 16))
+    roofline = Roofline(work, H200)
+    one, many = roofline.least_s(make_plan([0])), roofline.least_s(make_plan([0] * 256))
+    assert one == pytest.approx((work.layer_bytes + work.head_bytes + experts / 16) / 4.8e12, rel=1e-3)
+    assert many == pytest.approx((work.layer_bytes + work.head_bytes + experts) / 4.8e12, rel=2e-2)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.shapes import GPT_OSS_20B
 from inferengine.config import Config
 from inferengine.executor.memory import measure
 from inferengine.executor.memory.plan import MemoryPlan, make_plan, weight_bytes
@@ -75,3 +76,11 @@ def test_the_engine_divides_its_memory_as_planned(tmp_path: Path, monkeypatch: p
     assert plan.groups == capacity.groups
     assert [group.window for group in plan.groups] == [None, 64]
     assert plan.sequences(16) > plan.sequences(4096) > 0
+
+
+def test_experts_are_counted_in_the_bytes_of_their_codes() -> None:
+    stored = {key: value for key, value in GPT_OSS_20B.items() if key != "quantization_config"}
+    config = registry.config_of(GPT_OSS_20B, registry.family(GPT_OSS_20B))
+    plain, small = (weight_bytes(config, values, torch.bfloat16) for values in (stored, GPT_OSS_20B))
+    assert plain == pytest.approx(2 * 20.9e9, rel=0.01)
+    assert plain - small == pytest.approx(config.num_expert_weights * (2 - 0.53125), rel=1e-3), "experts alone"
