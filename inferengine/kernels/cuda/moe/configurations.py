@@ -78,16 +78,16 @@ _FP8 = Rules(
         MoeRule(MANY, _FP8_MANY, _FP8_MANY),
     ),
 )
-_MX_SINGLE = GroupedConfig(16, 32, 128, 2, 4, True)
-_MX_FEW = GroupedConfig(16, 32, 128, 2, 5, True)
-_MX_SOME = GroupedConfig(32, 128, 128, 4, 3, True)
-_MX_MANY = GroupedConfig(128, 128, 128, 8, 3, True)
+_MX_SOME = GroupedConfig(16, 128, 128, 4, 4, True)
+_MX_MORE = GroupedConfig(32, 128, 128, 4, 3, True)
+_MX_SQUARE = GroupedConfig(64, 128, 128, 4, 3, True)
 _MXFP4 = Rules(
-    (MoeRule(8, _MX_SINGLE, _MX_SINGLE),),
+    (MoeRule(8, GroupedConfig(16, 32, 256, 2, 4, True), GroupedConfig(16, 16, 256, 1, 4, True)),),
     (
-        MoeRule(12, _MX_FEW, _MX_FEW),
-        MoeRule(24, _MX_SOME, _MX_SOME),
-        MoeRule(MANY, _MX_MANY, _MX_MANY),
+        MoeRule(12, _MX_SOME, _MX_SOME),
+        MoeRule(24, _MX_MORE, _MX_MORE),
+        MoeRule(96, _MX_SQUARE, _MX_SQUARE),
+        MoeRule(MANY, GroupedConfig(128, 128, 128, 8, 3, True), GroupedConfig(128, 128, 128, 4, 3, True)),
     ),
 )
 _FP32 = Rules(
