@@ -21,6 +21,12 @@ def answers(page):
     return page.locator(".message.assistant .body").all_inner_texts()
 
 
+def reload(page):
+    """Load the page again, once it has stored what it was told."""
+    page.wait_for_selector("body:not([data-saving])")
+    page.reload()
+
+
 def stream_some(page, engine, text="long"):
     """Ask for a long answer and stop it in the middle."""
     engine.hold()

@@ -8,7 +8,7 @@ import pytest
 
 from inferengine.wire.messages import Reject
 from tests.browser.conftest import MARKDOWN
-from tests.browser.reading import CONTRAST, LONG, answers, ask, stream_some
+from tests.browser.reading import CONTRAST, LONG, answers, ask, reload, stream_some
 from tests.frontends.websocket.builders import serving
 
 pytestmark = pytest.mark.browser
@@ -69,7 +69,7 @@ def test_parameters_are_sent_and_stored(open_page, engine):
     message = engine.submits[0]
     assert message.params == {"temperature": 0.2, "top_p": 0.5, "top_k": 20, "max_tokens": 12, "seed": 7}
     assert "stopped at the token limit" in page.inner_text(".figures-line")
-    page.reload()
+    reload(page)
     page.click("#open-settings")
     assert page.input_value("#p-system") == "Be brief."
     page.click("#reset-settings")
@@ -126,7 +126,7 @@ def test_streamed_markdown_equals_markdown_drawn_at_once(open_page):
     ask(page, "markdown")
     answers(page)
     streamed = page.inner_html(".message.assistant .body")
-    page.reload()
+    reload(page)
     page.wait_for_selector(".message.assistant .body h1")
     assert page.inner_html(".message.assistant .body") == streamed
 
@@ -226,7 +226,7 @@ def test_the_theme_follows_the_system_until_chosen(open_page, scheme):
     page.click("#toggle-theme")
     chosen = page.evaluate(ground)
     assert chosen != before
-    page.reload()
+    reload(page)
     assert page.evaluate(ground) == chosen
 
 
@@ -266,7 +266,7 @@ def test_conversations_are_stored_in_this_browser(open_page):
     page.wait_for_selector("#empty:visible")
     ask(page, "about owls")
     answers(page)
-    page.reload()
+    reload(page)
     page.wait_for_selector("#engine-dot[data-state=READY]")
     assert page.locator(".conversation .open").all_inner_texts() == ["about owls", "about foxes"]
     page.click(".conversation:has-text('about foxes') .open")
@@ -297,7 +297,7 @@ def test_a_lost_connection_is_resumed_without_losing_or_repeating_a_word(open_pa
 def test_a_reloaded_page_resumes_its_answer(open_page, engine):
     page = open_page()
     stream_some(page, engine)
-    page.reload()
+    reload(page)
     page.wait_for_selector(".message.streaming")
     engine.release()
     assert answers(page) == [LONG.strip()]
@@ -342,7 +342,7 @@ def test_a_phone_does_not_scroll_sideways(open_page):
     check_phone(page, 320)
     for width in (390, 768):
         page.set_viewport_size({"width": width, "height": 720})
-        page.reload()  # the answer is kept
+        reload(page)  # the answer is kept
         page.wait_for_selector("#engine-dot[data-state=READY]")
         assert "A title" in page.inner_text(".message.assistant .body")
         check_phone(page, width)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.browser.conftest import script
-from tests.browser.reading import LONG, answers, ask, finish, stream_some
+from tests.browser.reading import LONG, answers, ask, finish, reload, stream_some
 from tests.frontends.websocket.builders import make_engine, serving
 
 pytestmark = pytest.mark.browser
@@ -78,7 +78,7 @@ def test_an_idle_tab_erases_nothing_that_another_tab_made(open_page):
     finish(idle)
     idle.close()
     page.wait_for_selector(".conversation:has-text('about owls')")
-    page.reload()
+    reload(page)
     page.wait_for_selector(READY)
     assert titles(page) == ["about owls", "about foxes"]
 
@@ -93,7 +93,7 @@ def test_questions_of_two_tabs_in_one_conversation_are_both_kept(open_page):
     for tab, text in ((page, "mine"), (other, "yours")):
         ask(tab, text)
         finish(tab)
-    page.reload()
+    reload(page)
     page.wait_for_selector(READY)
     assert version(page) == ["2/2"]
     page.click("[aria-label='Previous version']")
@@ -131,7 +131,7 @@ def test_try_again_and_edit_keep_what_they_replace(open_page):
     page.click("[aria-label='Previous version']")  # of the question: the second try of its answer
     assert version(page) == ["1/2", "2/2"]
     page.locator(".message.assistant [aria-label='Previous version']").click()
-    page.reload()
+    reload(page)
     page.wait_for_selector(READY)
     assert answers(page) == ["Turn 1: you said “first”.", "Turn 2: you said “second”."]
     assert version(page) == ["1/2", "1/2"]
@@ -165,7 +165,7 @@ def test_a_deleted_conversation_comes_back_at_once_or_later(open_page):
     page.click("#toast button")
     page.wait_for_selector(".message.assistant:has-text('about owls')")
     do(page, "about foxes", "delete")
-    page.reload()
+    reload(page)
     page.wait_for_selector(READY)
     assert titles(page) == ["about owls"]
     page.click("#open-storage")
@@ -178,7 +178,7 @@ def test_a_deleted_conversation_comes_back_at_once_or_later(open_page):
     assert page.inner_text("#purge") == "Really delete 1? This cannot be undone."
     page.click("#purge")
     page.wait_for_selector("#deleted", state="hidden")
-    page.reload()
+    reload(page)
     page.wait_for_selector(READY)
     page.click("#open-storage")
     page.wait_for_selector("#usage-text:has-text('1 conversation,')")
@@ -193,7 +193,7 @@ def test_conversations_that_an_earlier_version_stored_are_taken_over(open_page):
     ]
     page.evaluate("old => localStorage.setItem('inferengine.conversations', old)", json.dumps(old))
     for _ in range(2):
-        page.reload()
+        reload(page)
         page.wait_for_selector(READY)
         assert titles(page) == ["old two", "old one"]
     page.click(".conversation:has-text('old one') .open")
@@ -228,7 +228,7 @@ def test_500_conversations_are_all_kept_and_found(open_page):
     page.keyboard.press("Escape")
     ask(page, "one more")
     finish(page)
-    page.reload()
+    reload(page)
     page.wait_for_selector(READY)
     assert len(titles(page)) == 501
     page.fill("#search", "SECRET word 77")
@@ -273,7 +273,7 @@ def test_a_full_storage_is_reported_and_loses_nothing(open_page):
     ask(page, "afterwards")
     finish(page)
     page.wait_for_selector("#storage-notice", state="hidden")
-    page.reload()
+    reload(page)
     page.wait_for_selector(READY)
     assert answers(page) == ["Turn 1: you said “while it is full”.", "Turn 2: you said “afterwards”."]
     assert titles(page) == ["while it is full", "before"]
@@ -314,7 +314,7 @@ def test_each_conversation_keeps_its_unsent_text(open_page):
     page.click(".conversation .open")
     page.wait_for_function("document.querySelector('#composer-input').value === 'for the foxes'")
     page.click("#new-chat")
-    page.reload()
+    reload(page)
     page.wait_for_selector(READY)
     assert page.input_value("#composer-input") == "for a new chat"
 
@@ -330,7 +330,7 @@ def test_conversations_are_renamed_and_pinned(open_page):
     page.keyboard.type("The first one")
     page.keyboard.press("Enter")
     page.wait_for_selector(".conversation:has-text('The first one')")
-    page.reload()
+    reload(page)
     page.wait_for_selector(READY)
     assert titles(page) == ["The first one", "two"]
     assert page.locator(".group h2").all_inner_texts() == ["Pinned", "Today"]

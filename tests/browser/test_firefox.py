@@ -71,6 +71,7 @@ class Page:
         self.wait_for_selector(READY)
 
     def reload(self) -> None:
+        self.wait_for_selector("body:not([data-saving])")  # it has stored what it was told
         self._do("reload")
         self.wait_for_selector(READY)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.browser.conftest import note_problem, script
-from tests.browser.reading import CONTRAST, answers, ask, finish
+from tests.browser.reading import CONTRAST, answers, ask, finish, reload
 from tests.frontends.scripted_engine import Script
 from tests.frontends.websocket.builders import make_engine, serving
 
@@ -91,7 +91,7 @@ def test_each_chat_has_its_own_settings(page, engine):
     page.click("#new-chat")
     ask(page, "second")
     finish(page)
-    page.reload()
+    reload(page)
     page.wait_for_selector("#engine-dot[data-state=READY]")
     page.click(".conversation:has-text('first') .open")
     page.wait_for_selector(".message.user:has-text('first')")
@@ -142,7 +142,7 @@ def test_a_preset_is_saved_chosen_and_deleted(page):
     assert page.input_value("#p-preset") == "Short"
     page.select_option("#p-preset", "Exact: always the likeliest token")
     assert (page.input_value("#p-max_tokens"), page.input_value("#p-temperature")) == ("", "0")
-    page.reload()
+    reload(page)
     page.click("#open-settings")
     page.select_option("#p-preset", "Short")
     assert page.input_value("#p-max_tokens") == "77"
@@ -197,14 +197,14 @@ def test_text_files_are_a_part_of_the_message(page, engine):
     assert prompt_of(engine.submits[0], engine) == f"<user>{sent}\n<assistant>"
     page.click(".files summary")
     assert page.inner_text(".files pre code") == "print('```')\n"
-    page.reload()
+    reload(page)
     page.wait_for_selector(".files .file-name:has-text('fox.py')")
 
 
 def test_unsent_files_survive_a_reload_and_are_sent_once(page, engine):
     attach(page, fox_py=b"print(1)\n", notes_txt=b"a note")
     page.wait_for_selector(".chip:has-text('notes.txt')")
-    page.reload()
+    reload(page)
     page.wait_for_selector("#engine-dot[data-state=READY]")
     page.wait_for_selector(".chip:has-text('notes.txt')")
     page.click("[aria-label='Remove notes.txt']")
@@ -215,7 +215,7 @@ def test_unsent_files_survive_a_reload_and_are_sent_once(page, engine):
     page.wait_for_selector(".chip:has-text('next.txt')")
     page.click("#new-chat")
     assert page.locator(".chip").count() == 0
-    page.reload()  # of the new chat: what was sent or removed does not come back, and the other chat keeps its own
+    reload(page)  # of the new chat: what was sent or removed does not come back, and the other chat keeps its own
     page.wait_for_selector("#engine-dot[data-state=READY]")
     page.click(".conversation:has-text('What is it') .open")
     page.wait_for_selector(".chip:has-text('next.txt')")

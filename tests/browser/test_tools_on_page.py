@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.browser.conftest import CALLS, EVIL, JSON_ANSWER
-from tests.browser.reading import CONTRAST, answers, ask, finish
+from tests.browser.reading import CONTRAST, answers, ask, finish, reload
 from tests.frontends.websocket.builders import serving
 
 pytestmark = pytest.mark.browser
@@ -70,14 +70,14 @@ def test_calls_and_results_are_stored_in_this_browser(open_page):
     ask(page, "call it")
     finish(page)
     before = page.inner_html(".tool-calls")
-    page.reload()
+    reload(page)
     page.wait_for_selector(".tool-calls .call")
     assert page.inner_html(".tool-calls") == before
     for place in (0, 1):
         page.locator(".call-result textarea").nth(place).fill("sun")
     page.click("text=Send the results")
     finish(page)
-    page.reload()
+    reload(page)
     page.wait_for_selector(".message.assistant:has-text('The tools say')")
     assert page.locator(".call pre:has-text('sun')").count() == 2
 

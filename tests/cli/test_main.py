@@ -286,6 +286,7 @@ def test_without_the_engines_packages_a_command_says_which_extra_brings_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "EXTRAS", {"engine": "no_such_package", "server": "uvicorn"})
+    monkeypatch.setattr(cli, "OTHER_EXECUTORS", ())
     assert cli.main(["up"]) == ExitCode.USAGE
     assert "pip install 'inferengine[engine]'" in capsys.readouterr().err
     assert cli.main(["up", "--help"]) == ExitCode.OK

@@ -82,6 +82,9 @@ def model_of(class_name: str, values: dict[str, Any]) -> Any:
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms and biases start as ones and zeros: too easy
             parameter.data.add_(torch.randn(parameter.shape) * 0.2)
+    for module in model.modules():
+        if hasattr(module, "alpha") and "swiglu_alpha" in values:  # transformers 5.17 has constants here
+            module.alpha, module.limit = values["swiglu_alpha"], values["swiglu_limit"]
     return model
 
 

@@ -46,6 +46,7 @@ const panel = new StatsPanel(document);
 const settings = new SettingsScope(settingsStore, store, () => current);
 const contextMeter = new ContextMeter(document);
 store.database.onProblem = showStorageProblem;
+store.database.onWriting = (is) => document.body.toggleAttribute("data-saving", is); // a page that is left then loses that
 await store.open(settingsStore.settings.system);
 const engine = new InferEngineSocket(new URL("v1/ws", location.href.replace(/^http/, "ws")).href, {
   apiKey: settingsStore.settings.key,

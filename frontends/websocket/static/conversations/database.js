@@ -18,7 +18,10 @@ const INDEXES = {
 /** @typedef {{ id: string }} StoredRecord */
 /** @typedef {Record<string, Map<string, StoredRecord | null>>} Layer records by store and id; null: deleted */
 
-/** Reads and writes records in transactions. `onProblem(error)` is called when a write is refused, with null when all is stored. */
+/**
+ * Reads and writes records in transactions. `onProblem(error)` is called when a write is refused, with null when all is
+ * stored; `onWriting(is)` when the first of some writes begins, and when the last of them has ended.
+ */
 export class Database {
   constructor() {
     this.onProblem = (/** @type {unknown} */ _error) => {};
@@ -28,6 +31,8 @@ export class Database {
     this._connection = null;
     this._reason = null; // why there is no connection
     this._writes = Promise.resolve();
+    this.onWriting = (/** @type {boolean} */ _is) => {};
+    this._numWriting = 0;
   }
 
   /** Connect. Without a database the page works on, and `onProblem` is called with the first write. */
@@ -74,8 +79,12 @@ export class Database {
    * Never rejects because of the storage: what is refused stays in memory.
    */
   write(work) {
+    if (this._numWriting++ === 0) this.onWriting(true);
     const result = this._writes.then(() => this._write(work));
-    this._writes = result.then(() => {}, () => {});
+    const ended = () => {
+      if (--this._numWriting === 0) this.onWriting(false);
+    };
+    this._writes = result.then(ended, ended);
     return result;
   }
 
