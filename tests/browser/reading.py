@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 LONG = "One sentence after the other keeps the page busy. " * 25
 
 
@@ -33,6 +35,17 @@ def stream_some(page, engine, text="long"):
     engine.release(200)
     ask(page, text)
     page.wait_for_selector(".message.streaming .body:has-text('keeps the page')")
+
+
+def exported(number):
+    """An export of this many conversations."""
+    conversations = []
+    for at in range(number):
+        question = {"id": f"a{at}", "parent": None, "created": 1, "role": "user", "content": f"question {at}"}
+        answer = {"id": f"b{at}", "parent": f"a{at}", "created": 2, "role": "assistant", "content": f"secret word {at}"}
+        fields = {"id": f"c{at}", "title": f"number {at}", "created": at, "updated": at, "leaf": f"b{at}"}
+        conversations.append({**fields, "messages": [question, answer]})
+    return json.dumps({"format": "inferengine.conversations", "version": 1, "conversations": conversations})
 
 
 CONTRAST = """() => {

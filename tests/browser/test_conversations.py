@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.browser.conftest import script
-from tests.browser.reading import LONG, answers, ask, finish, reload, stream_some
+from tests.browser.reading import LONG, answers, ask, exported, finish, reload, stream_some
 from tests.frontends.websocket.builders import make_engine, serving
 
 pytestmark = pytest.mark.browser
@@ -199,17 +199,6 @@ def test_conversations_that_an_earlier_version_stored_are_taken_over(open_page):
     page.click(".conversation:has-text('old one') .open")
     page.wait_for_selector(".message.user:has-text('a question') + .message.assistant:has-text('an answer')")
     assert page.evaluate("localStorage.getItem('inferengine.conversations')") is None
-
-
-def exported(number):
-    """An export of this many conversations."""
-    conversations = []
-    for at in range(number):
-        question = {"id": f"a{at}", "parent": None, "created": 1, "role": "user", "content": f"question {at}"}
-        answer = {"id": f"b{at}", "parent": f"a{at}", "created": 2, "role": "assistant", "content": f"secret word {at}"}
-        fields = {"id": f"c{at}", "title": f"number {at}", "created": at, "updated": at, "leaf": f"b{at}"}
-        conversations.append({**fields, "messages": [question, answer]})
-    return json.dumps({"format": "inferengine.conversations", "version": 1, "conversations": conversations})
 
 
 def choose_file(page, text):

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import script
-from tests.browser.reading import LONG, answers, ask, finish, stream_some
+from tests.browser.reading import LONG, answers, ask, exported, finish, stream_some
 from tests.conftest import NODE_PACKAGES
+from tests.e2e.service import Service
 from tests.frontends.websocket.builders import make_engine, serving
 
 pytestmark = pytest.mark.browser
@@ -47,7 +48,9 @@ class Firefox:
         assert "error" not in answer, (command, arguments, answer["error"])
         return answer["value"]
 
-    def new_page(self) -> Page:
+    def new_page(self, *, context: bool = False) -> Page:
+        if context:
+            self.do(0, "new_context")
         self._num_pages += 1
         self.do(self._num_pages, "new_page")
         return Page(self, self._num_pages)
@@ -103,15 +106,20 @@ class Page:
         self._do("close")
 
 
-@pytest.fixture(scope="module")
-def firefox() -> Iterator[Firefox]:
+def programs() -> tuple[str, str]:
+    """Node and Firefox; the test is skipped where one is missing."""
     executable = next((path for name in ("firefox-esr", "firefox") if (path := shutil.which(name))), None)
     node = shutil.which("node")
     if executable is None:
         pytest.skip("browser: no firefox: apt install firefox-esr")
     if node is None or not (NODE_PACKAGES / "puppeteer-core").is_dir():
         pytest.skip("node: no puppeteer-core: npm install --prefix tests/node")
-    driven = Firefox(node, executable)
+    return node, executable
+
+
+@pytest.fixture(scope="module")
+def firefox() -> Iterator[Firefox]:
+    driven = Firefox(*programs())
     yield driven
     driven.close()
 
@@ -147,6 +155,15 @@ def page(firefox: Firefox, server) -> Iterator[Page]:
 
 def titles(page: Page) -> list[str]:
     return page.locator(".conversation .title").all_text_contents()
+
+
+def choose_file(page: Page, element: str, text: str, name: str) -> None:
+    file = f"new File([{json.dumps(text)}], {json.dumps(name)})"
+    page.evaluate(
+        f"{{ const chosen = new DataTransfer(); chosen.items.add({file}); "
+        f"const input = document.getElementById({json.dumps(element)}); input.files = chosen.files; "
+        "input.dispatchEvent(new Event('change')); }"
+    )
 
 
 def test_an_answer_appears_while_it_is_written(page: Page, engine) -> None:
@@ -220,21 +237,73 @@ def test_what_is_exported_is_imported(page: Page, firefox: Firefox, server) -> N
     other.goto(server.url)
     assert titles(other) == []
     other.click("#open-storage")
-    other.evaluate(
-        "{ const chosen = new DataTransfer(); chosen.items.add(new File([" + json.dumps(text) + "], 'a.json')); "
-        "const input = document.getElementById('import-file'); input.files = chosen.files; "
-        "input.dispatchEvent(new Event('change')); }"
-    )
+    choose_file(other, "import-file", text, "a.json")
     other.wait_for_selector("#storage-message:has-text('Added 1 conversation with 2 messages')")
     assert titles(other) == ["about foxes"]
 
 
 def test_unsent_files_survive_a_reload(page: Page) -> None:
-    page.evaluate(
-        "{ const chosen = new DataTransfer(); chosen.items.add(new File(['a note'], 'notes.txt')); "
-        "const input = document.getElementById('attach-files'); input.files = chosen.files; "
-        "input.dispatchEvent(new Event('change')); }"
-    )
+    choose_file(page, "attach-files", "a note", "notes.txt")
     page.wait_for_selector(".chip:has-text('notes.txt')")
     page.reload()
     page.wait_for_selector(".chip:has-text('notes.txt')")
+
+
+def test_500_conversations_are_all_kept_and_found(page: Page) -> None:
+    page.click("#open-storage")
+    choose_file(page, "import-file", exported(500), "a.json")
+    page.wait_for_selector("#storage-message:has-text('Added 500 conversations with 1,000 messages')")
+    page.press("Escape")
+    ask(page, "one more")
+    finish(page)
+    page.reload()
+    assert len(titles(page)) == 501
+    page.fill("#search", "SECRET word 77")
+    page.wait_for_selector(".conversation small:has-text('secret word 77')")
+    assert titles(page) == ["number 77"]
+
+
+def test_a_full_storage_is_reported_and_loses_nothing(page: Page) -> None:
+    page.evaluate(
+        "{ const { put } = IDBObjectStore.prototype; "
+        "IDBObjectStore.prototype.put = () => { throw new DOMException('full', 'QuotaExceededError'); }; "
+        "window.makeRoom = () => { IDBObjectStore.prototype.put = put; }; }"
+    )
+    ask(page, "while it is full")
+    finish(page)
+    page.wait_for_selector("#storage-notice:has-text('storage is full')")
+    page.evaluate("window.makeRoom()")
+    ask(page, "afterwards")
+    finish(page)
+    page.wait_for_selector("#storage-notice", state="hidden")
+    page.reload()
+    assert answers(page) == ["Turn 1: you said “while it is full”.", "Turn 2: you said “afterwards”."]
+
+
+@pytest.mark.timeout(200)
+def test_an_answer_goes_on_after_the_front_end_and_the_engine_were_killed(tmp_path: Path) -> None:
+    """In a browser of its own, whose console may tell of lost connections."""
+    service, firefox = Service(tmp_path), Firefox(*programs())
+    try:
+        service.wait_ready()
+        page = firefox.new_page(context=True)
+        page.goto(service.chat_page)
+        page.click("#open-settings")
+        for name, value in (("seed", "11"), ("max_tokens", "60")):
+            page.fill(f"#p-{name}", value)
+        page.press("Escape")
+        texts = []
+        for killed in ("ws", "engine", None):
+            page.click("#new-chat")
+            ask(page, "Tell me a story about a fox")
+            if killed:
+                page.wait_for_selector(".message.streaming .body:has-text(' ')")
+                service.kill(killed)
+                page.wait_for_selector("#engine-dot:not([data-state=READY])")
+            finish(page)
+            texts.append(answers(page)[-1])
+        assert len(texts[0]) > 100
+        assert texts[0] == texts[1] == texts[2]
+    finally:
+        firefox.close()
+        service.stop()
