@@ -29,7 +29,8 @@ const commands = {
   async goto(page, url) { await page.goto(url, { waitUntil: "load" }); },
   async reload(page) { await page.reload({ waitUntil: "load" }); },
   async close(page) { await page.close(); },
-  async click(page, selector) { await (await element(page, selector)).click(); },
+  // Not by the pointer: an element that is still moving would be missed.
+  async click(page, selector) { await (await element(page, selector)).evaluate((one) => one.click()); },
   async fill(page, selector, text) {
     await (await element(page, selector)).evaluate((one, value) => {
       one.focus();
@@ -71,7 +72,8 @@ async function main(executablePath) {
   for await (const line of readline.createInterface({ input: process.stdin })) {
     let answer;
     try {
-      answer = { value: await run(JSON.parse(line)) };
+      const late = new Promise((_, reject) => setTimeout(() => reject(new Error("no end after a minute")), 2 * WAIT_MS).unref());
+      answer = { value: await Promise.race([run(JSON.parse(line)), late]) };
     } catch (error) {
       answer = { error: String(error) };
     }

@@ -23,9 +23,14 @@ def answers(page):
     return page.locator(".message.assistant .body").all_inner_texts()
 
 
+def stored(page):
+    """Wait until the page has stored what it was told."""
+    page.wait_for_selector("body:not([data-saving])")
+
+
 def reload(page):
     """Load the page again, once it has stored what it was told."""
-    page.wait_for_selector("body:not([data-saving])")
+    stored(page)
     page.reload()
 
 

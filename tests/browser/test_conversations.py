@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.browser.conftest import script
-from tests.browser.reading import LONG, answers, ask, exported, finish, reload, stream_some
+from tests.browser.reading import LONG, answers, ask, exported, finish, reload, stored, stream_some
 from tests.frontends.websocket.builders import make_engine, serving
 
 pytestmark = pytest.mark.browser
@@ -76,6 +76,7 @@ def test_an_idle_tab_erases_nothing_that_another_tab_made(open_page):
     idle.wait_for_selector(".conversation:has-text('about foxes')")  # without a reload
     ask(idle, "about owls")
     finish(idle)
+    stored(idle)
     idle.close()
     page.wait_for_selector(".conversation:has-text('about owls')")
     reload(page)

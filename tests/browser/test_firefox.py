@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import script
-from tests.browser.reading import LONG, answers, ask, exported, finish, stream_some
+from tests.browser.reading import LONG, answers, ask, exported, finish, stored, stream_some
 from tests.conftest import NODE_PACKAGES
 from tests.e2e.service import Service
 from tests.frontends.websocket.builders import make_engine, serving
@@ -74,7 +74,7 @@ class Page:
         self.wait_for_selector(READY)
 
     def reload(self) -> None:
-        self.wait_for_selector("body:not([data-saving])")  # it has stored what it was told
+        stored(self)
         self._do("reload")
         self.wait_for_selector(READY)
 
@@ -190,6 +190,7 @@ def test_two_tabs_keep_each_others_conversations(page: Page, firefox: Firefox, s
     idle.wait_for_selector(".conversation:has-text('about foxes')")  # without a reload
     ask(idle, "about owls")
     finish(idle)
+    stored(idle)
     idle.close()
     page.wait_for_selector(".conversation:has-text('about owls')")
     page.reload()
