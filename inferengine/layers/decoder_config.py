@@ -25,6 +25,12 @@ class MoeConfig:
     interleaved: bool = False  # a checkpoint has the rows of gate and up in turn
     gating: Gating | None = None  # None: the model's activation
     dense_layers: tuple[int, ...] = ()  # layers with an ordinary feed-forward block
+    held: tuple[int, int] | None = None  # (first, number) of the experts that this rank holds; None: all
+
+    @property
+    def num_held(self) -> int:
+        """Return the number of experts whose weights are here."""
+        return self.num_experts if self.held is None else self.held[1]
 
 
 @dataclass(frozen=True)
@@ -104,11 +110,11 @@ class DecoderConfig:
 
     @property
     def num_expert_weights(self) -> int:
-        """Return the number of weights of all experts, shared blocks aside."""
+        """Return the number of weights of all experts that this rank holds, shared blocks aside."""
         if self.moe is None:
             return 0
         layers = self.num_layers - len(self.moe.dense_layers)
-        return layers * self.moe.num_experts * 3 * self.moe.intermediate_size * self.hidden_size
+        return layers * self.moe.num_held * 3 * self.moe.intermediate_size * self.hidden_size
 
     @property
     def chosen_share(self) -> float:

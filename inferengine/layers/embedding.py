@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -14,15 +16,33 @@ class TokenEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        self.shape = (vocab_size, hidden_size)
+        self.weight: nn.Parameter | None = weight  # None where `source` or `packed` stands for it
         self.scale = scale
+        self.source: Any = None  # what a quantized checkpoint stores instead of `weight`
+        self.packed: Any = None
+        self.ops: Ops | None = None  # of a packed weight
+
+    def finish(self) -> None:
+        """Pack what a quantized checkpoint stores, once it is loaded."""
+        if self.source is not None:
+            assert self.ops is not None
+            self.packed, self.source = self.ops.pack_linear(self.source), None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[T] ids -> [T, E]."""
-        rows = self.weight.index_select(0, ids)
+        rows = self._rows(ids)
         if self.scale is not None:
-            rows.mul_(torch.tensor(self.scale, dtype=self.weight.dtype).item())
+            rows.mul_(torch.tensor(self.scale, dtype=rows.dtype).item())
         return rows
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.weight is not None:
+            return self.weight.index_select(0, ids)
+        assert self.ops is not None
+        assert self.ops.rows_of is not None
+        return self.ops.rows_of(self.packed, ids)
 
 
 class Head(nn.Module):
@@ -45,14 +65,25 @@ class Head(nn.Module):
         self.weight = (
             None if tied is not None else nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
         )
-        self.packed: torch.Tensor | None = None
+        self.source: Any = None  # what a quantized checkpoint stores instead of `weight`
+        self.packed: Any = None
+
+    @property
+    def tied(self) -> TokenEmbedding | None:
+        """The embedding whose weight this is."""
+        return self._tied[0] if self._tied else None
 
     def finish(self) -> None:
         """Pack the weight for the device, once it is loaded. A tied weight stays shared where the device reads the
-        plain layout."""
-        weight = self._tied[0].weight if self._tied else self.weight
-        assert weight is not None
-        self.packed = self.ops.pack_linear(weight.data)
+        plain layout, and where it is packed: the embedding comes first."""
+        if self.tied is not None and self.tied.packed is not None:
+            self.packed = self.tied.packed
+        elif self.source is not None:
+            self.packed, self.source = self.ops.pack_linear(self.source), None
+        else:
+            weight = self.weight if self.tied is None else self.tied.weight
+            assert weight is not None
+            self.packed = self.ops.pack_linear(weight.data)
         self.weight = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,9 @@ from torch import nn
 from inferengine.kernels.experts import Gating, Routing
 from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import MoeConfig
-from inferengine.layers.mlp import GatedMLP
+from inferengine.layers.linear import GatedMLP
 from inferengine.layers.norm import Norm, RMSNorm
+from inferengine.layers.parallel import Communicator, Span
 
 
 class ExpertLinear(nn.Module):
@@ -28,6 +29,7 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.num_experts = num_experts
+        self.held: Span | None = None  # which of a checkpoint's experts they are; None: all
         self.parts = parts * num_experts
         rows = sum(self.parts)
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
@@ -70,23 +72,17 @@ class Router(nn.Module):
         return self.ops.linear(x, self.packed, self.bias)
 
 
-class MoeMLP(nn.Module):
-    """The sum of what the chosen experts make of each token, and of a shared block where there is one."""
+class Experts(nn.Module):
+    """The gated blocks of a mixture. Subclasses say which of them a token takes."""
 
     def __init__(self, ops: Ops, hidden_size: int, config: MoeConfig, activation: str) -> None:
         super().__init__()
         self.ops, self.config = ops, config
-        self.routing = Routing(config.num_chosen, config.renormalized)
         self.gating = config.gating or Gating(activation)
-        size, count = config.intermediate_size, config.num_experts
-        scores = [count, 1] if config.gated_shared else [count]
-        self.router = Router(ops, hidden_size, scores, bias=config.router_bias)
+        size, count = config.intermediate_size, config.num_held
         up = [2 * size] if config.interleaved else [size, size]
         self.gate_up = ExpertLinear(hidden_size, up, count, bias=config.bias)
         self.down = ExpertLinear(size, [hidden_size], count, bias=config.bias)
-        self.shared = (
-            GatedMLP(ops, hidden_size, config.shared_size, activation=activation) if config.shared_size else None
-        )
         self.packed: Any = None
 
     def finish(self) -> None:
@@ -98,9 +94,40 @@ class MoeMLP(nn.Module):
             down,
             gate_up_bias,
             down_bias,
-            self.config.num_experts,
+            self.config.num_held,
             self.gating,
             interleaved=self.config.interleaved,
+        )
+
+
+class RoutedExperts(Experts):
+    """Experts of a model whose own router has chosen them."""
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, E], the experts [T, k] of each token and their weights [T, k], which are positive -> [T, E]."""
+        weights = weights.float()
+        # The operation routes by logits: these give the same experts, and weights that sum to 1.
+        logits = weights.new_full((len(x), self.config.num_experts), float("-inf"))
+        logits.scatter_(1, experts, weights.clamp_min(1e-30).log())
+        routing = Routing(experts.shape[1], renormalized=True)
+        mixed = self.ops.add_experts(x, logits, routing, self.packed, torch.zeros_like(x))
+        return mixed.mul_(weights.sum(1, keepdim=True).to(x.dtype))
+
+
+class MoeMLP(Experts):
+    """The sum of what the chosen experts make of each token, and of a shared block where there is one.
+
+    With a communicator each rank has some of the experts and a part of the shared block: one sum over the ranks makes
+    the block's output of theirs. Every rank routes every token."""
+
+    def __init__(self, ops: Ops, hidden_size: int, config: MoeConfig, activation: str) -> None:
+        super().__init__(ops, hidden_size, config, activation)
+        self.routing = Routing(config.num_chosen, config.renormalized, config.held)
+        self.communicator: Communicator | None = None
+        scores = [config.num_experts, 1] if config.gated_shared else [config.num_experts]
+        self.router = Router(ops, hidden_size, scores, bias=config.router_bias)
+        self.shared = (
+            GatedMLP(ops, hidden_size, config.shared_size, activation=activation) if config.shared_size else None
         )
 
     def add_to_and_norm(
@@ -108,6 +135,17 @@ class MoeMLP(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """residual [T, E] += this block of x [T, E], in place. Returned beside it: its norm for the next layer, where
         the device computes it on the way."""
+        if self.communicator is not None:
+            own = self._own(x)
+            if not isinstance(following, RMSNorm):
+                return residual.add_(self.communicator.all_reduce(own)), None
+            gain = following.gain
+            assert gain is not None  # loaded
+            normed = self.communicator.add_rms_norm(own, residual, gain, following.eps)
+            if normed is None:
+                own = self.communicator.all_reduce(own)
+                normed, residual = self.ops.add_rms_norm(own, residual, gain, following.eps)
+            return residual, normed
         logits = self._add_shared(residual, x, 1.0)
         if not isinstance(following, RMSNorm) or self.ops.add_experts_norm is None:
             return self.ops.add_experts(x, logits, self.routing, self.packed, residual), None
@@ -115,8 +153,16 @@ class MoeMLP(nn.Module):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor:
         """residual [T, E] += scale * this block of x [T, E], in place."""
+        if self.communicator is not None:
+            return residual.add_(self.communicator.all_reduce(self._own(x)), alpha=scale)
         logits = self._add_shared(residual, x, scale)
         return self.ops.add_experts(x, logits, self.routing, self.packed, residual, scale)
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts, and its part of the shared block, make of x [T, E]."""
+        out = torch.zeros_like(x)
+        logits = self._add_shared(out, x, 1.0)
+        return self.ops.add_experts(x, logits, self.routing, self.packed, out)
 
     def _add_shared(self, residual: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor:
         """Add the shared block's part, and return the scores of the experts."""

@@ -1,8 +1,10 @@
 """Tensor parallelism: which part of each layer a rank holds, and the layers that exchange results with other ranks.
 
 Queries, keys, values, gate and up are divided by output (columns of the product), the projections after them by input
-(rows), so that a block of a layer needs one sum over the ranks (Shoeybi et al. 2019, "Megatron-LM"). Embedding and head
-are divided by vocabulary. Every rank has the logits of all tokens, so every rank draws the same tokens.
+(rows), so that a block of a layer needs one sum over the ranks (Shoeybi et al. 2019, "Megatron-LM"). Of a mixture of
+experts each rank has some experts as a whole (expert parallelism, Lepikhin et al. 2020, "GShard"): it routes every
+token and adds up what its own experts make, and the same one sum joins them. Embedding and head are divided by
+vocabulary. Every rank has the logits of all tokens, so every rank draws the same tokens.
 
 Parts are contiguous. Where a number does not divide evenly, the first ranks hold more: rank 0 always holds the most.
 Where there are fewer KV heads than ranks, several ranks hold the same KV head, each with some of its query heads.
@@ -19,7 +21,7 @@ from torch import nn
 
 from inferengine.errors import ConfigError
 from inferengine.kernels.ops import Ops
-from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.decoder_config import DecoderConfig, MoeConfig
 from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.norm import Norm, RMSNorm
 
@@ -34,8 +36,19 @@ class Communicator(Protocol):
     rank: int
     size: int
 
+    def expect_rows(self, row_bytes: int, num_rows: int) -> None:
+        """Prepare for sums of up to `num_rows` rows of at most `row_bytes`. Others work too, perhaps more slowly."""
+        ...
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Replace x by its sum over the ranks, in place, and return it: the same bits on all."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        """residual += the sum of x over the ranks, and return the RMS norm of that; None, and nothing is done, where no
+        kernel does it at once."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,10 +145,19 @@ class Shard(NamedTuple):
 
     def width(self, config: DecoderConfig) -> Span:
         """This rank's part of the feed-forward block's width. Raises ConfigError where some rank would have none."""
-        whole = config.intermediate_size
+        return self.width_of(config.intermediate_size)
+
+    def width_of(self, whole: int) -> Span:
+        """This rank's part of a width, in the largest unit that divides it. Raises ConfigError as `width`."""
         if whole < self.size:
             raise ConfigError(KEY, f"a feed-forward block of width {whole} does not divide among {self.size} ranks")
         return self.span(whole, next(unit for unit in UNITS if whole % unit == 0 and whole // unit >= self.size))
+
+    def experts(self, moe: MoeConfig) -> Span:
+        """The experts that this rank holds. Raises ConfigError where some rank would have none."""
+        if moe.num_experts < self.size:
+            raise ConfigError(KEY, f"{moe.num_experts} experts do not divide among {self.size} ranks")
+        return self.span(moe.num_experts)
 
     def vocabulary(self, config: DecoderConfig) -> Span:
         """This rank's tokens; the last ranks of a small vocabulary may have none."""
@@ -155,8 +177,13 @@ class Shard(NamedTuple):
         if config.implementation != "native":
             raise ConfigError(KEY, f"the modules of {config.implementation} are not divided: set it to 1")
         queries, keys = self.heads(config)
+        moe = config.moe
+        if moe is not None:
+            experts = self.experts(moe)
+            shared = self.width_of(moe.shared_size).size if moe.shared_size else 0
+            moe = dataclasses.replace(moe, held=(experts.begin, experts.size), shared_size=shared)
         return dataclasses.replace(
-            config, num_heads=queries.size, num_kv_heads=keys.size, intermediate_size=self.width(config).size
+            config, num_heads=queries.size, num_kv_heads=keys.size, intermediate_size=self.width(config).size, moe=moe
         )
 
 
@@ -164,6 +191,7 @@ class VocabularyParallelEmbedding(TokenEmbedding):
     """A TokenEmbedding of which each rank holds some rows, and all return the sum: one of them has the token's row."""
 
     def __init__(self, whole: TokenEmbedding, rows: int, span: Span, communicator: Communicator | None) -> None:
+        assert whole.weight is not None  # nothing is packed yet
         super().__init__(rows, whole.weight.shape[1], scale=whole.scale)
         self.span, self.communicator = span, communicator
 
@@ -172,10 +200,10 @@ class VocabularyParallelEmbedding(TokenEmbedding):
         assert self.communicator is not None  # only for counting bytes
         own = ids - self.span.begin
         elsewhere = (own < 0) | (own >= self.span.size)
-        rows = self.weight.index_select(0, own.masked_fill_(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(1), 0.0)
+        rows = self._rows(own.masked_fill_(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(1), 0.0)
         self.communicator.all_reduce(rows)
         if self.scale is not None:
-            rows.mul_(torch.tensor(self.scale, dtype=self.weight.dtype).item())
+            rows.mul_(torch.tensor(self.scale, dtype=rows.dtype).item())
         return rows
 
 
@@ -242,7 +270,14 @@ def summed(base: Ops, communicator: Communicator) -> Ops:
     def linear_add_norm(
         x: Any, weight: Any, bias: torch.Tensor | None, residual: torch.Tensor, gain: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, residual = base.add_rms_norm(linear(x, weight, bias), residual, gain, eps)
+        if bias is not None:
+            normed, residual = base.add_rms_norm(linear(x, weight, bias), residual, gain, eps)
+            return residual, normed
+        part = base.linear(x, weight, None)
+        together = communicator.add_rms_norm(part, residual, gain, eps)
+        if together is not None:
+            return residual, together
+        normed, residual = base.add_rms_norm(communicator.all_reduce(part), residual, gain, eps)
         return residual, normed
 
     return dataclasses.replace(base, linear=linear, linear_add=linear_add, linear_add_norm=linear_add_norm)

@@ -28,6 +28,7 @@ class DecoderModel(nn.Module):
     norm: nn.Module
     head: Head
     can_be_captured = True  # as CUDA graphs
+    plans_attention = False  # by itself: it does not read `batch.plans`
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[T] ids -> residual stream [T, E]."""

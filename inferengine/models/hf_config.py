@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from inferengine.errors import ConfigError
+from inferengine.gguf.checkpoint import config_values
+from inferengine.gguf.reader import SUFFIX
 from inferengine.layers.rotary import RopeConfig
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,10 @@ def refused(message: str) -> ConfigError:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a checkpoint folder. Raises ConfigError naming the file."""
+    """Read a JSON object from a checkpoint folder, or config.json of the GGUF file in place of the folder. Raises
+    ConfigError naming the file."""
+    if path.parent.suffix == SUFFIX:
+        return config_values(path.parent)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

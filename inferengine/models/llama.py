@@ -15,8 +15,7 @@ from inferengine.kernels.ops import Ops
 from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.embedding import Head, TokenEmbedding
-from inferengine.layers.linear import Linear
-from inferengine.layers.mlp import MLP, GatedMLP
+from inferengine.layers.linear import MLP, GatedMLP, Linear
 from inferengine.layers.moe import MoeMLP
 from inferengine.layers.norm import Norm, make_norm
 from inferengine.models.decoder import DecoderModel, Target, WeightMap, attention_targets, gated_mlp_targets

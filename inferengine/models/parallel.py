@@ -8,8 +8,8 @@ from torch import nn
 from inferengine.errors import ConfigError
 from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.layers.linear import Linear
-from inferengine.layers.mlp import MLP, GatedMLP
+from inferengine.layers.linear import MLP, GatedMLP, Linear
+from inferengine.layers.moe import ExpertLinear, MoeMLP
 from inferengine.layers.norm import HeadNorm
 from inferengine.layers.parallel import (
     KEY,
@@ -33,14 +33,14 @@ def divide(model: DecoderModel, config: DecoderConfig, shard: Shard, communicato
         return
     if not isinstance(model, Llama):
         raise ConfigError(KEY, f"{config.model_type} is not built of the shared decoder: it runs on one device")
-    if config.moe is not None or config.sinks:
-        raise ConfigError(KEY, "a mixture of experts is not divided: it runs on one device")
     queries, keys = (span.times(config.head_dim) for span in shard.heads(config))
     width = shard.width(config)
+    mixtures = [module for module in model.modules() if isinstance(module, MoeMLP)]
     for module in list(model.modules()):
         if isinstance(module, Attention):
             module.qkv.held = LinearPart((queries, keys, keys), is_interleaved=config.qkv_interleaved)
             module.out.held = LinearPart(inputs=queries)
+            module.held = shard.heads(config)[0]
             if config.wide_qk_norm == "all_heads":
                 module.q_wide = ParallelRMSNorm(queries, config.norm_eps, communicator)
                 module.k_wide = ParallelRMSNorm(keys, config.norm_eps, communicator)
@@ -52,6 +52,14 @@ def divide(model: DecoderModel, config: DecoderConfig, shard: Shard, communicato
             module.gate_up.held, module.down.held = LinearPart((width, width)), LinearPart(inputs=width)
         elif isinstance(module, MLP):
             module.up.held, module.down.held = LinearPart((width,)), LinearPart(inputs=width)
+    for mixture in mixtures:
+        assert config.moe is not None
+        mixture.gate_up.held = mixture.down.held = shard.experts(config.moe)
+        mixture.communicator = communicator
+        if mixture.shared is not None:
+            width = shard.width_of(config.moe.shared_size)
+            mixture.shared.gate_up.held = LinearPart((width, width))
+            mixture.shared.down.held = LinearPart(inputs=width)
     rows, tokens, tied = shard.vocabulary_rows(config), shard.vocabulary(config), config.tied_embeddings
     embed = VocabularyParallelEmbedding(model.embed, rows, tokens, communicator)
     model.head = VocabularyParallelHead(
@@ -62,9 +70,14 @@ def divide(model: DecoderModel, config: DecoderConfig, shard: Shard, communicato
 
 def exchange(model: nn.Module, communicator: Communicator) -> None:
     """Sum the products of divided inputs over the ranks. After loading, and after adapters have been given room: what
-    they add is summed with the products."""
+    they add is summed with the products. A mixture of experts sums its shared block with its experts."""
+    summed_elsewhere = {
+        id(module.shared.down) for module in model.modules() if isinstance(module, MoeMLP) and module.shared is not None
+    }
     for module in model.modules():
-        if isinstance(module, Linear) and module.held is not None and module.held.inputs is not None:
+        if not isinstance(module, Linear) or id(module) in summed_elsewhere:
+            continue
+        if module.held is not None and module.held.inputs is not None:
             module.ops = summed(module.ops, communicator)
 
 
@@ -74,6 +87,10 @@ def cut_of(model: nn.Module, parameter: str, part: int | None) -> Cut | None:
     owner = model.get_submodule(owner_name)
     if isinstance(owner, Linear):
         return None if owner.held is None else owner.held.cut(part, is_bias=kind == "bias")
+    if isinstance(owner, ExpertLinear):  # a tensor of one expert is that expert's own, or another rank's
+        return None if owner.held is None or part is not None else Cut(0, (owner.held,), owner.held.whole)
+    if isinstance(owner, Attention) and kind == "sinks" and owner.held is not None:
+        return Cut(0, (owner.held,), owner.held.whole)
     if isinstance(owner, VocabularyParallelEmbedding | VocabularyParallelHead | ParallelRMSNorm):
         return Cut(0, (owner.span,), owner.span.whole)
     if isinstance(owner, HeadNorm) and owner.held is not None and len(owner.weight.shape) == 2:

@@ -25,12 +25,23 @@ def family(values: dict[str, Any]) -> ModelFamily:
     """Return the module for the architecture that config.json names. Raises ConfigError where there is none."""
     names = values.get("architectures") or [BY_MODEL_TYPE.get(str(values.get("model_type")), values.get("model_type"))]
     name = names[0] if isinstance(names, list) and names else names
+    if is_headless(values):
+        name = BY_MODEL_TYPE[str(values["model_type"])]
     if not isinstance(name, str) or name not in MODULES:
         if transformers_fallback.knows(values):
             return cast(ModelFamily, transformers_fallback)
         reason = transformers_fallback.why_not(values)
         raise refused(f"config.json: the architecture {name} is not supported: {reason}; {nearest(str(name))}")
     return cast(ModelFamily, importlib.import_module(f"inferengine.models.{MODULES[name]}"))
+
+
+def is_headless(values: dict[str, Any]) -> bool:
+    """Return whether config.json names a family's model without its output head (`MistralModel`), as embedding models
+    are stored."""
+    names, causal = values.get("architectures"), BY_MODEL_TYPE.get(str(values.get("model_type")), "")
+    name = names[0] if isinstance(names, list) and names else None
+    stem = causal.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    return bool(stem) and stem != causal and name in (f"{stem}Model", f"{stem}TextModel")
 
 
 def read_model_config(folder: Path) -> tuple[DecoderConfig, ModelFamily]:
@@ -48,6 +59,8 @@ def config_of(values: dict[str, Any], module: ModelFamily) -> DecoderConfig:
     config = module.read_config(reader)
     reader.value("quantization_config"), reader.value("compression_config")  # read by quantization/checkpoints
     reader.finish()
+    if is_headless(values) and config.implementation == "native":  # a head that nothing asks for takes no memory so
+        config = dataclasses.replace(config, tied_embeddings=True)
     if config.num_heads % config.num_kv_heads:
         raise refused(f"config.json: {config.num_heads} heads do not divide among {config.num_kv_heads} KV heads")
     return config

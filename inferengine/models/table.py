@@ -16,9 +16,13 @@ class Family(NamedTuple):
     sizes: tuple[float, ...]  # published, in 10^9 parameters
     models: str  # what people know it by
     formats: tuple[str, ...] = ("bf16", "8 bits", "4 bits")  # of BYTES, in which this engine holds it
+    tools: str = ""  # the formats of tool calls of its models: names of text/tool_parsers
+    speed: str = ""  # decoded tokens a second, measured; with the size
+    checkpoints: str = "all"  # the layouts of weights that are read; docs/models.md says what "all" is
+    lora: str = "linear layers"  # what adapters may change
 
 
-EXPERTS = ("bf16", "8 bits")  # formats of a mixture of experts
+MIXTURE = "attention, shared and dense blocks"  # what adapters of a mixture of experts may change
 
 FAMILIES = (
     Family(
@@ -27,24 +31,70 @@ FAMILIES = (
         "llama",
         (1.2, 3.2, 8, 70.6),
         "Llama 2, 3.x; Falcon 3, SmolLM 2, Vicuna, Yi and others built like them",
+        tools="llama3_json, hermes",
+        speed="8: 256 of 1 row, 12,712 of 64",
     ),
-    Family("MistralForCausalLM", "families.mistral", "mistral", (7.2, 12.2, 23.6), "Mistral 7B, Nemo, Small 3"),
-    Family("MinistralForCausalLM", "families.mistral", "ministral", (8,), "Ministral 8B"),
-    Family("Ministral3ForCausalLM", "families.ministral3", "ministral3", (3.4, 8.4, 13.5), "Ministral 3, text"),
     Family(
-        "Qwen2ForCausalLM", "families.qwen2", "qwen2", (0.5, 1.5, 3.1, 7.6, 14.8, 32.8, 72.7), "Qwen 2 and 2.5, dense"
+        "MistralForCausalLM",
+        "families.mistral",
+        "mistral",
+        (7.2, 12.2, 23.6),
+        "Mistral 7B, Nemo, Small 3",
+        tools="mistral",
     ),
-    Family("Qwen3ForCausalLM", "families.qwen3", "qwen3", (0.6, 1.7, 4, 8.2, 14.8, 32.8), "Qwen 3, dense"),
-    Family("Phi3ForCausalLM", "families.phi3", "phi3", (3.8, 14.7), "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
+    Family("MinistralForCausalLM", "families.mistral", "ministral", (8,), "Ministral 8B", tools="mistral"),
+    Family(
+        "Ministral3ForCausalLM",
+        "families.ministral3",
+        "ministral3",
+        (3.4, 8.4, 13.5),
+        "Ministral 3, text",
+        tools="mistral_args",
+    ),
+    Family(
+        "Qwen2ForCausalLM",
+        "families.qwen2",
+        "qwen2",
+        (0.5, 1.5, 3.1, 7.6, 14.8, 32.8, 72.7),
+        "Qwen 2 and 2.5, dense",
+        tools="hermes",
+    ),
+    Family(
+        "Qwen3ForCausalLM",
+        "families.qwen3",
+        "qwen3",
+        (0.6, 1.7, 4, 8.2, 14.8, 32.8),
+        "Qwen 3, dense",
+        tools="hermes",
+        speed="0.6: 1,473 of 1 row, 80,412 of 256",
+    ),
+    Family(
+        "Phi3ForCausalLM", "families.phi3", "phi3", (3.8, 14.7), "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", tools="phi4_mini"
+    ),
     Family("GemmaForCausalLM", "families.gemma", "gemma", (2.5, 8.5), "Gemma 1"),
     Family("Gemma2ForCausalLM", "families.gemma2", "gemma2", (2.6, 9.2, 27.2), "Gemma 2"),
     Family("Gemma3ForCausalLM", "families.gemma3", "gemma3_text", (0.27, 1), "Gemma 3 270M and 1B"),
     Family("Olmo2ForCausalLM", "families.olmo2", "olmo2", (1.5, 7.3, 13.7, 32.2), "OLMo 2"),
     Family("Olmo3ForCausalLM", "families.olmo3", "olmo3", (7.3, 32.2), "OLMo 3"),
-    Family("GraniteForCausalLM", "families.granite", "granite", (2.5, 8.2), "Granite 3, dense"),
-    Family("MixtralForCausalLM", "families.mixtral", "mixtral", (46.7, 140.6), "Mixtral 8x7B, 8x22B", EXPERTS),
+    Family("GraniteForCausalLM", "families.granite", "granite", (2.5, 8.2), "Granite 3, dense", tools="granite"),
     Family(
-        "Qwen3MoeForCausalLM", "families.qwen3_moe", "qwen3_moe", (30.5, 235.1), "Qwen 3, mixture of experts", EXPERTS
+        "MixtralForCausalLM",
+        "families.mixtral",
+        "mixtral",
+        (46.7, 140.6),
+        "Mixtral 8x7B, 8x22B",
+        tools="mistral",
+        lora=MIXTURE,
+    ),
+    Family(
+        "Qwen3MoeForCausalLM",
+        "families.qwen3_moe",
+        "qwen3_moe",
+        (30.5, 235.1),
+        "Qwen 3, mixture of experts",
+        tools="hermes, qwen3_coder",
+        speed="30.5: 435 of 1 row, 4,145 of 64",
+        lora=MIXTURE,
     ),
     Family(
         "Qwen2MoeForCausalLM",
@@ -52,19 +102,31 @@ FAMILIES = (
         "qwen2_moe",
         (14.3, 57.4),
         "Qwen 1.5 and 2, mixture of experts",
-        EXPERTS,
+        lora=MIXTURE,
     ),
-    Family("OlmoeForCausalLM", "families.olmoe", "olmoe", (6.9,), "OLMoE", EXPERTS),
+    Family("OlmoeForCausalLM", "families.olmoe", "olmoe", (6.9,), "OLMoE", lora=MIXTURE),
     Family(
         "GraniteMoeForCausalLM",
         "families.granitemoe",
         "granitemoe",
         (1.3, 3.3),
         "Granite 3, mixture of experts",
-        EXPERTS,
+        tools="granite",
+        lora=MIXTURE,
     ),
-    Family("GptOssForCausalLM", "families.gpt_oss", "gpt_oss", (20.9, 116.8), "GPT-OSS", ("bf16", "4 bits")),
-    Family("SmolLM3ForCausalLM", "families.smollm3", "smollm3", (3.1,), "SmolLM 3"),
+    Family(
+        "GptOssForCausalLM",
+        "families.gpt_oss",
+        "gpt_oss",
+        (20.9, 116.8),
+        "GPT-OSS",
+        ("bf16", "4 bits"),
+        "harmony",
+        "20.9: 529 of 1 row, 10,682 of 64",
+        "floats, MXFP4",
+        "attention",
+    ),
+    Family("SmolLM3ForCausalLM", "families.smollm3", "smollm3", (3.1,), "SmolLM 3", tools="hermes"),
     Family(
         "GlmForCausalLM", "families.glm", "glm", (9.4,), "GLM-4-9B of 2024 in transformers' layout (glm-4-9b-chat-hf)"
     ),
@@ -163,7 +225,7 @@ FAMILIES = (
         (3, 23.6),
         "Voxtral: its text model",
     ),
-    Family("GPT2LMHeadModel", "families.gpt2", "gpt2", (0.124, 0.355, 0.774, 1.56), "GPT-2"),
+    Family("GPT2LMHeadModel", "families.gpt2", "gpt2", (0.124, 0.355, 0.774, 1.56), "GPT-2", checkpoints="floats"),
 )
 
 LIKE = 4  # letters that the names of two architectures share at least, from the first, to be called near
@@ -190,14 +252,18 @@ ROOM = 0.8  # share of a card that weights may take, so that a cache of some tho
 
 def table() -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table of families, its head first."""
-    yield "models", "architecture", "sizes, 10⁹", *(f"largest on {size} GB" for size in CARDS_GB)
+    cards = (f"largest on {size} GB" for size in CARDS_GB)
+    yield "models", "architecture", "sizes, 10⁹", *cards, "checkpoints", "LoRA of", "tool calls", "tokens/s, H200"
     for family in FAMILIES:
-        sizes = ", ".join(f"{size:g}" for size in family.sizes)
         yield (
             family.models,
             family.architecture,
-            sizes,
+            ", ".join(f"{size:g}" for size in family.sizes),
             *(_largest(family.sizes, family.formats, size) for size in CARDS_GB),
+            family.checkpoints,
+            family.lora,
+            family.tools or "-",
+            family.speed or "-",
         )
 
 

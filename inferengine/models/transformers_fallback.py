@@ -9,7 +9,8 @@ recorded from a forward pass on `meta`, so nothing about a model is listed here.
 is refused by name. `TransformersModel.verify` then checks on the loaded weights that tokens meet nowhere else, and that
 positions are those given: convolutions, recurrences and counted positions differ there.
 
-Linear layers become this engine's, for quantized weights and LoRA. No CUDA graphs: the modules may wait for the device.
+Linear layers become this engine's, for quantized weights and LoRA, and so do experts that are gated blocks: the model's
+own router chooses, `Ops.add_experts` multiplies. No CUDA graphs: the modules may wait for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import functools
 import inspect
 import json
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,8 +33,9 @@ from inferengine.errors import ConfigError
 from inferengine.kernels.batch import Batch
 from inferengine.kernels.ops import Ops
 from inferengine.layers.attention import CachedAttention
-from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.decoder_config import DecoderConfig, MoeConfig
 from inferengine.layers.linear import Linear
+from inferengine.layers.moe import RoutedExperts
 from inferengine.models.decoder import DecoderModel, Target, WeightMap
 from inferengine.models.hf_config import ConfigReader, refused
 from inferengine.models.table import nearest
@@ -167,14 +170,15 @@ def _read(text: str, dtype: str) -> TransformersConfig:
     name = model_class.__name__
     if getattr(model_class, "_is_stateful", False):
         raise _no_attention(name, "it keeps a state between tokens, as state-space models and linear attention do")
-    if _is_converted(str(theirs.model_type)):
-        raise _no_attention(name, "transformers joins or renames tensors of its checkpoints (those of experts, mostly)")
+    if _conversions(str(theirs.model_type)) is None:
+        raise _no_attention(name, "transformers joins or divides tensors of its checkpoints")
     causal = _on_meta(text)
     prefix = model_class.base_model_prefix
     base = getattr(causal, prefix, None)
     if not isinstance(base, nn.Module) or "position_ids" not in inspect.signature(base.forward).parameters:
         raise _no_attention(name, "it takes no positions of tokens")
-    calls = _record(name, base)
+    blocks = _expert_modules(name, base)
+    calls, num_chosen = _record(name, base)
     first = calls[0]
     if any(call.num_kv_heads != first.num_kv_heads for call in calls):
         raise _no_attention(name, "its layers differ in their number of KV heads")
@@ -195,17 +199,95 @@ def _read(text: str, dtype: str) -> TransformersConfig:
         tied_embeddings=causal.get_output_embeddings().weight is embedding,
         dtype=dtype,
         implementation="transformers",
+        moe=_moe_config(base, blocks, num_chosen, len(calls)),
         values=text,
         calls=tuple(calls),
         prefix=prefix,
     )
 
 
-def _is_converted(model_type: str) -> bool:
-    """Whether transformers' modules hold other tensors than checkpoints of this type."""
+def _expert_modules(name: str, base: nn.Module) -> dict[str, nn.Module]:
+    """Find transformers' modules of experts, by name. Raises ConfigError where they are not gated blocks in the usual
+    layout."""
+    from transformers.integrations import moe
+
+    found: dict[str, nn.Module] = {}
+    for place, module in base.named_modules():
+        up, down = (getattr(module, each, None) for each in ("gate_up_proj", "down_proj"))
+        if not (isinstance(up, nn.Parameter) and up.dim() == 3):
+            if any(parameter.dim() == 3 and "expert" in place for parameter in module.parameters(recurse=False)):
+                raise _no_attention(name, "its experts are not gated blocks that this engine computes")
+            continue
+        of: Any = module
+        usual = isinstance(down, nn.Parameter) and up.shape[1] == 2 * down.shape[2] and up.shape[2] == down.shape[1]
+        usual = usual and getattr(of, "is_concatenated", True) and not getattr(of, "is_transposed", False)
+        usual = usual and not getattr(of, "has_bias", False) and not getattr(of, "has_post_expert_norm", False)
+        gate = getattr(type(of), "_apply_gate", None)
+        if not usual or gate not in (None, getattr(moe, "_default_apply_gate", None)) or _activation(of) is None:
+            raise _no_attention(name, "its experts are not gated blocks that this engine computes")
+        found[place] = module
+    return found
+
+
+def _activation(experts: Any) -> str | None:
+    """Name the activation of transformers' experts as this engine does; None: it is another."""
+    return ACTIVATIONS.get(type(getattr(experts, "act_fn", None)).__name__)
+
+
+ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
+
+
+def _moe_config(base: nn.Module, blocks: dict[str, nn.Module], num_chosen: int, num_layers: int) -> MoeConfig | None:
+    """Describe the experts for the plan of memory; None: there are none."""
+    if not blocks:
+        return None
+    numbers = {int(found.group(1)) for place in blocks if (found := LAYER.search(f".{place}."))}
+    dense = tuple(index for index in range(num_layers) if index not in numbers)
+    return _experts_config(next(iter(blocks.values())), num_chosen, dense)
+
+
+def _experts_config(experts: Any, num_chosen: int, dense: tuple[int, ...] = ()) -> MoeConfig:
+    return MoeConfig(experts.down_proj.shape[0], num_chosen, experts.down_proj.shape[2], dense_layers=dense)
+
+
+class Conversions(NamedTuple):
+    """How checkpoints of a model differ from transformers' modules. `renamed`: parts of names, theirs and the modules'.
+    `experts`: names with a * for each expert, by the tensor of a module that they are joined into."""
+
+    renamed: tuple[tuple[str, str], ...]
+    experts: dict[str, list[str]]
+
+    def stored(self, name: str) -> str:
+        """Return what checkpoints call a tensor of the modules, or each expert's part of it."""
+        for theirs, ours in reversed(self.renamed):
+            name = name.replace(ours, theirs)
+        return name
+
+    def of_experts(self, name: str) -> list[str]:
+        """Return what checkpoints call the parts of a tensor of all experts, with a *; empty where it is one there."""
+        for ours, theirs in self.experts.items():
+            if ours in name:
+                return [self.stored(name.replace(ours, each)) for each in theirs]
+        return []
+
+
+def _conversions(model_type: str) -> Conversions | None:
+    """Read what transformers does to checkpoints of this type; None: more than renaming and joining experts."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    return bool(get_checkpoint_conversion_mapping(model_type))
+    renamed: list[tuple[str, str]] = []
+    experts: dict[str, list[str]] = {}
+    for item in get_checkpoint_conversion_mapping(model_type) or ():
+        sources, targets = list(item.source_patterns), list(item.target_patterns)
+        operations = [type(each).__name__ for each in getattr(item, "operations", None) or ()]
+        plain = [re.sub(r"\\(.)", r"\1", each) for each in (*sources, *targets)]
+        if operations in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) and len(targets) == 1:
+            experts[plain[-1]] = plain[:-1]
+        elif operations or len(plain) != 2 or any(re.search(r"[][^$*+?(){}|]", each) for each in plain):
+            return None
+        else:
+            renamed.append((plain[0], plain[1]))
+    return Conversions(tuple(renamed), experts)
 
 
 def _max_position(config: Any) -> int:
@@ -343,7 +425,9 @@ class GivenStates(nn.Module):
         """Return the states, as the model below the head would."""
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.states)
+        output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.states)
+        output.router_logits = None  # which mixtures of experts pass on
+        return output
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -367,6 +451,12 @@ class TransformersModel(DecoderModel):
         self.name, self.vocab_size = type(causal).__name__, config.vocab_size
         places = _attention_modules(self.name, self.base)
         head = causal.get_output_embeddings()
+        for place, module in _expert_modules(self.name, self.base).items():
+            assert config.moe is not None
+            of_layer = _experts_config(module, config.moe.num_chosen)
+            parent, _, attribute = place.rpartition(".")
+            experts = _own_experts(ops, module, of_layer)
+            setattr(self.base.get_submodule(parent), attribute, experts)
         for parent in list(causal.modules()) + list(self.base.modules()):
             for name, module in list(parent.named_children()):
                 if type(module) is nn.Linear and module is not head:
@@ -441,6 +531,11 @@ def _own_linear(ops: Ops, linear: nn.Linear) -> TransformersLinear:
         return TransformersLinear(ops, linear.in_features, linear.out_features, bias=linear.bias is not None)
 
 
+def _own_experts(ops: Ops, experts: Any, config: MoeConfig) -> RoutedExperts:
+    with torch.device("meta"):
+        return RoutedExperts(ops, experts.down_proj.shape[1], config, _activation(experts) or "")
+
+
 def build(ops: Ops, config: DecoderConfig) -> TransformersModel:
     """Build the model on `meta`, without weights."""
     assert isinstance(config, TransformersConfig)
@@ -451,11 +546,17 @@ def weight_map(config: DecoderConfig) -> WeightMap:
     """Say where each tensor of a checkpoint goes: names are those of transformers' own modules."""
     assert isinstance(config, TransformersConfig)
     causal = _on_meta(config.values)
+    conversions = _conversions(config.model_type)
+    assert conversions is not None  # checked by `read_config`
     targets: dict[str, Target] = {}
-    for name, _ in causal.named_parameters(remove_duplicate=False):
+    for name, parameter in causal.named_parameters(remove_duplicate=False):
         inside = name.startswith(f"{config.prefix}.")
         place = f"base.{name.removeprefix(config.prefix + '.')}" if inside else f"causal.{name}"
-        targets[LAYER.sub(".{}.", name, count=1)] = Target(LAYER.sub(".{}.", place, count=1))
+        template, place = (LAYER.sub(".{}.", each, count=1) for each in (name, place))
+        if place.endswith((".gate_up_proj", ".down_proj")) and parameter.dim() == 3:
+            targets |= _expert_targets(template, f"{place.removesuffix('_proj')}.weight", parameter, conversions)
+        else:
+            targets[conversions.stored(template)] = Target(place)
     names = {id(parameter): name for name, parameter in causal.named_parameters()}  # the first of those that are tied
     ignored = [*(causal._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
     return WeightMap(
@@ -465,6 +566,17 @@ def weight_map(config: DecoderConfig) -> WeightMap:
         head=f"{_name_of(causal, causal.get_output_embeddings())}.weight",
         embedding=names[id(causal.get_input_embeddings().weight)],
     )
+
+
+def _expert_targets(name: str, place: str, parameter: torch.Tensor, conversions: Conversions) -> dict[str, Target]:
+    """Targets of one tensor of all experts: stored as a tensor for each projection of each, or as one."""
+    parts = conversions.of_experts(name)
+    targets = {
+        each.replace("*", str(expert)): Target(place, expert * len(parts) + part)
+        for expert in range(len(parameter))
+        for part, each in enumerate(parts)
+    }
+    return targets | {conversions.stored(name): Target(place, stacked=True)}
 
 
 def _name_of(causal: nn.Module, module: nn.Module) -> str:
@@ -562,21 +674,29 @@ class _Recorder:
         return query.new_empty(1, length, heads, value.shape[3]), None
 
 
-def _record(name: str, base: nn.Module) -> list[AttentionCall]:
-    """Run the model on `meta` and return what its attention layers ask, in order. Raises ConfigError."""
-    return [call for _, call in _recorded(name, base)]
+def _record(name: str, base: nn.Module) -> tuple[list[AttentionCall], int]:
+    """Run the model on `meta` and return what its attention layers ask, in order, and how many experts a token takes
+    (0: there are none). Raises ConfigError."""
+    counts: list[int] = []
+    calls = [call for _, call in _recorded(name, base, counts)]
+    return calls, max(counts, default=0)
 
 
 def _attention_modules(name: str, base: nn.Module) -> list[nn.Module]:
     """The modules of transformers that compute attention, in the order of their calls."""
-    return [module for module, _ in _recorded(name, base)]
+    return [module for module, _ in _recorded(name, base, [])]
 
 
-def _recorded(name: str, base: nn.Module) -> list[tuple[nn.Module, AttentionCall]]:
+def _recorded(name: str, base: nn.Module, counts: list[int]) -> list[tuple[nn.Module, AttentionCall]]:
     calls: list[tuple[nn.Module, AttentionCall]] = []
+
+    def choose(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        counts.append(experts.shape[-1])
+        return torch.empty_like(x)
+
     config: Any = base.config
     try:
-        with _recording(name, base, calls), torch.inference_mode():
+        with _recording(name, base, calls, choose), torch.inference_mode():
             tokens = torch.zeros(2, dtype=torch.long, device="meta")
             base(**_inputs(tokens, tokens))
     except ConfigError:
@@ -597,8 +717,14 @@ def _recorded(name: str, base: nn.Module) -> list[tuple[nn.Module, AttentionCall
 
 
 @contextmanager
-def _recording(name: str, base: nn.Module, calls: list[tuple[nn.Module, AttentionCall]]) -> Iterator[None]:
-    """Inside, every module of `base` notes its calls, and tensors that were computed are on `meta`."""
+def _recording(
+    name: str, base: nn.Module, calls: list[tuple[nn.Module, AttentionCall]], choose: Callable[..., torch.Tensor]
+) -> Iterator[None]:
+    """Inside, every module of `base` notes its calls, tensors that were computed are on `meta`, and experts call
+    `choose`."""
+    experts = _expert_modules(name, base).values()
+    for module in experts:
+        module.__dict__["forward"] = choose
     kept = [(module, name, buffer) for module in base.modules() for name, buffer in module._buffers.items()]
     for module, key, buffer in kept:
         module._buffers[key] = None if buffer is None else buffer.to("meta")
@@ -609,6 +735,8 @@ def _recording(name: str, base: nn.Module, calls: list[tuple[nn.Module, Attentio
         yield
     finally:
         _RECORDING.pop()
+        for module in experts:
+            del module.__dict__["forward"]
         for module in base.modules():
             del module.__dict__[PLACE]
         for module, key, buffer in kept:

@@ -15,10 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from inferengine.gguf.reader import SUFFIX, read_gguf
+from inferengine.layers.moe import ExpertLinear
 from inferengine.layers.norm import HeadNorm
 from inferengine.models.decoder import Target, WeightMap
 from inferengine.models.hf_config import read_json, refused
 from inferengine.models.parallel import cut_of
+from inferengine.quantization.gguf import GgufShard
 
 INDEX = "model.safetensors.index.json"
 OTHERS = ("consolidated", "adapter_model")  # files to skip: the weights under Mistral's own names; a LoRA adapter
@@ -57,6 +60,9 @@ def check_weights(model: nn.Module, weight_map: WeightMap, folder: Path) -> None
 
 
 def _read_all(model: nn.Module, weight_map: WeightMap, folder: Path, progress: Progress) -> None:
+    if folder.suffix == SUFFIX:
+        _read_gguf(model, weight_map, folder, progress)
+        return
     loader = _Loader(model, weight_map)
     files = weight_files(folder)
     total, done = sum(path.stat().st_size for path in files if path.is_file()), 0
@@ -71,6 +77,18 @@ def _read_all(model: nn.Module, weight_map: WeightMap, folder: Path, progress: P
         except OSError as error:  # a link into the hub's cache whose file is gone, a folder, no permission
             raise refused(f"{path.name} cannot be read ({error.strerror or error}): fetch it again") from None
     _check_index(folder, loader.origin)
+    loader.check_complete()
+    progress(1.0)
+
+
+def _read_gguf(model: nn.Module, weight_map: WeightMap, path: Path, progress: Progress) -> None:
+    """Of a GGUF file, whose norms have no 1 left to be added."""
+    targets = {name: target._replace(plus_one=False) for name, target in weight_map.targets.items()}
+    loader, shard = _Loader(model, weight_map._replace(targets=targets)), GgufShard(path)
+    total, done = sum(info.num_bytes for info in read_gguf(path).tensors.values()), 0
+    for name in shard.sources:
+        done += loader.load(shard, name, path.name)
+        progress(min(1.0, done / total))
     loader.check_complete()
     progress(1.0)
 
@@ -165,16 +183,21 @@ class _Loader:
         short = self._short(name)
         if any(re.fullmatch(pattern, short) for pattern in self.map.ignored):
             return 0
+        number = LAYER.search(short)
+        stored = self._stored_place(short, number)
+        if stored is not None and stored[1] == ELSEWHERE:
+            return 0
+        if stored is not None:
+            owner, part, suffix = stored
+            if isinstance(shard, GgufShard):
+                owner.take(part, suffix, shard.stored(name))
+                return shard.num_bytes(name)
+            tensor = aligned(shard.get_tensor(name))
+            owner.take(part, suffix, tensor)
+            return _num_bytes(tensor)
         if short == self.map.head and self.map.targets[short].parameter not in self.parameters:
             self.stored_head = aligned(shard.get_tensor(name))
             return _num_bytes(self.stored_head)
-        number = LAYER.search(short)
-        stored = self._stored_place(short, number)
-        if stored is not None:
-            tensor = aligned(shard.get_tensor(name))
-            owner, part, suffix = stored
-            owner.take(part, suffix, tensor)
-            return _num_bytes(tensor)
         target = self.map.targets.get(LAYER.sub(".{}.", short, count=1))
         parameter = target.parameter.replace("{}", number.group(1) if number else "") if target else ""
         if target is None or parameter not in self.parameters:
@@ -192,7 +215,8 @@ class _Loader:
         if target.stacked:
             projection: Any = self.model.get_submodule(parameter.rpartition(".")[0])
             experts = projection.num_experts
-            wanted = [experts, place.shape[0] // experts, *place.shape[1:]]
+            whole = experts if projection.held is None else projection.held.whole
+            wanted = [whole, place.shape[0] // experts, *place.shape[1:]]
         if target.transpose:
             wanted[-2:] = reversed(wanted[-2:])
         if shape != wanted:
@@ -200,7 +224,7 @@ class _Loader:
         if cut is None:
             tensor = shard.get_tensor(name)
         else:
-            tensor = (cut._replace(dim=1 - cut.dim) if target.transpose else cut).of(view)
+            tensor = (cut._replace(dim=1 - cut.dim) if target.transpose and not target.stacked else cut).of(view)
         if tensor.dtype not in READABLE:
             raise refused(f"the tensor {name} is stored as {tensor.dtype}, which this engine does not read")
         for piece in self._covered(parameter, part):
@@ -255,7 +279,9 @@ class _Loader:
             source = getattr(self.model.get_submodule(owner), "source", None)
         except AttributeError:  # a layer that this model does not have: refused by `load`
             return None
-        return (source, target.part, suffix) if source is not None and source.knows(suffix) else None
+        if source is None or not source.knows(suffix):
+            return None
+        return source, self._held_part(f"{owner}.weight", target.part), suffix
 
     def _place(self, name: str, part: int | None) -> torch.Tensor:
         data = self.parameters[name].data
@@ -267,9 +293,11 @@ class _Loader:
     def _held_part(self, name: str, part: int | None) -> int | None:
         """A part of the whole parameter as a part of what this rank holds; ELSEWHERE: another rank holds it."""
         owner: Any = self.model.get_submodule(name.rpartition(".")[0])
-        if part is None or not isinstance(owner, HeadNorm) or owner.held is None:
+        if part is None or not isinstance(owner, HeadNorm | ExpertLinear) or owner.held is None:
             return part
-        return part - owner.held.begin if owner.held.begin <= part < owner.held.end else ELSEWHERE
+        each = len(owner.parts) // owner.held.size  # parts of a head or of an expert
+        held = owner.held.times(each)
+        return part - held.begin if held.begin <= part < held.end else ELSEWHERE
 
     def _covered(self, name: str, part: int | None) -> list[WeightPart]:
         """The pieces that a tensor for this part of a parameter fills."""
@@ -284,7 +312,8 @@ class _Loader:
         number = LAYER.search(piece.parameter)
         template = LAYER.sub(".{}.", piece.parameter, count=1)
         for name, target in self.map.targets.items():
-            if target.parameter == template and target.part in (None, piece.part):
+            part = None if target.part is None else self._held_part(piece.parameter, target.part)
+            if target.parameter == template and part in (None, piece.part):
                 return name.replace("{}", number.group(1) if number else "")
         raise RuntimeError(f"no entry of the weight map fills {piece}")
 
@@ -294,10 +323,13 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every parameter memory: in `dtype`, or in the `number_type` that it names. A shared one stays shared."""
+    """Give every parameter memory: in `dtype`, or in the `number_type` that it names. A shared one stays shared, and
+    one that has memory keeps it: a caller may have mapped a file."""
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id: the parameter, which must live on, and the new one
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                continue
             if id(parameter) not in made:
                 made[id(parameter)] = parameter, _allocated(parameter, dtype, device)
             module.register_parameter(name, made[id(parameter)][1])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from tests.executor.engine import Engine
+from inferengine.config import Config
+from inferengine.executor.torch_executor import build_executor
+from tests.executor.engine import Engine, Foreknowledge
 from tests.models.checkpoints import SHAPES, greedy_reference, logits_reference
 
 BARE: dict[str, Any] = {**SHAPES, "num_hidden_layers": 2, "intermediate_size": 72}  # head_dim is not hidden / heads
@@ -96,7 +99,7 @@ MORE: dict[str, Case] = {  # for scripts/compare_families
     "phi3, plain": Case("Phi3Config", {**EVEN}),
     "phi3, short": Case("Phi3Config", {**EVEN, **longrope()}, (3, 9), {"max_model_len": 32}, 20),
     "phi3, long": Case("Phi3Config", {**EVEN, **longrope()}, LONG),
-    "gemma, one kv head": Case("GemmaConfig", {**BARE, "num_key_value_heads": 1, "hidden_act": "gelu"}),
+    "gemma, one kv head": Case("GemmaConfig", {**BARE, "num_key_value_heads": 1}),
     "gemma2, no caps": Case("Gemma2Config", {**BARE, "tie_word_embeddings": False, "sliding_window": 7,
                                              "attn_logit_softcapping": None,
                                              "final_logit_softcapping": None, "attention_bias": True}),
@@ -137,19 +140,39 @@ def prompts_of(case: Case, seed: int = 1) -> list[list[int]]:
     return [[rng.randrange(301) for _ in range(length)] for length in case.lengths]
 
 
-def compare(folder: Path, model: Any, case: Case, *, seed: int = 1, device: str = "cpu") -> Engine:
-    """Generate in chunks, from a pool so small that requests are preempted, then again with prefixes cached. Assert
-    that every token and the 20 best log-probabilities of each are transformers'."""
-    prompts = prompts_of(case, seed)
-    engine = Engine(folder, budget=16, num_blocks=16, model=case.model, device=device)
-    first = engine.generate(prompts, case.num_tokens)
-    again = [engine.submit(prompt, case.num_tokens, logprobs=20) for prompt in reversed(prompts)][::-1]
-    engine.run()
-    assert max(len(set(tokens)) for tokens in first) >= 6, "the model repeats itself: parity would prove little"
-    for prompt, output, uid in zip(prompts, first, again, strict=True):
-        assert output == greedy_reference(model, prompt, output)
-        assert engine.outputs[uid] == output
-        expected = logits_reference(model, prompt + output[:-1])[len(prompt) - 1 :].log_softmax(-1).topk(20).values
-        found = torch.tensor([item.top_logprobs for item in engine.logprobs[uid]])
-        assert float((found - expected).abs().max()) < 1e-4
+def compare(
+    folder: Path,
+    model: Any,
+    case: Case,
+    *,
+    seed: int = 1,
+    device: str = "cpu",
+    build: Callable[[Config], Any] = build_executor,
+) -> Engine:
+    """Generate in chunks, from a pool so small that requests are preempted; then again with prefixes cached and draft
+    tokens, some of them wrong. Assert that every token and the 20 best log-probabilities of each are transformers'. On
+    a card steps are CUDA graphs. `build` makes the executor."""
+    prompts, proposer = prompts_of(case, seed), Foreknowledge()
+    options: dict[str, Any] = {"proposer": proposer, "max_drafts": 3, "build": build}
+    engine = Engine(folder, budget=16, num_blocks=16, model=case.model, device=device, **options)
+    if device != "cpu":
+        engine.executor.warm_up(lambda phase, share: None)
+    try:
+        first = engine.generate(prompts, case.num_tokens)
+        proposer.texts += [[*prompt, *output] for prompt, output in zip(prompts, first, strict=True)]
+        again = [engine.submit(prompt, case.num_tokens, logprobs=20) for prompt in reversed(prompts)][::-1]
+        engine.run()
+        assert max(len(set(tokens)) for tokens in first) >= 6, "the model repeats itself: parity would prove little"
+        for prompt, output, uid in zip(prompts, first, again, strict=True):
+            expected = greedy_reference(model, prompt, output)
+            assert output == expected, f"{output} where {expected} is due"
+            assert engine.outputs[uid] == output, f"{engine.outputs[uid]} the second time, {output} the first"
+            best = logits_reference(model, prompt + output[:-1])[len(prompt) - 1 :].log_softmax(-1).topk(20).values
+            found = torch.tensor([item.top_logprobs for item in engine.logprobs[uid]])
+            difference = float((found - best).abs().max())
+            assert difference < 1e-4, f"log-probabilities differ by {difference}"
+        assert engine.core.scheduler.snapshot().num_drafts_accepted > 0
+    except BaseException:
+        engine.executor.close()
+        raise
     return engine

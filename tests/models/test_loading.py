@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from inferengine.config.model_path import EMBEDDED
 from inferengine.errors import ConfigError
 from inferengine.executor.load import dry_run
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.models import registry
+from inferengine.models import registry, table
 from inferengine.models.hf_config import ConfigReader, read_json
 from inferengine.models.weights import INDEX
+from inferengine.text.output_parser import FORMATS
 from tests.executor.engine import Engine
 from tests.models.checkpoints import FAMILIES, GEMMA3, LLAMA3, YARN, greedy_reference, make_model, save
 
@@ -386,3 +388,23 @@ def test_a_config_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         read_json(tmp_path / "config.json")
+
+
+def test_the_table_of_families_names_formats_that_exist_and_speeds_that_were_measured() -> None:
+    named = {name for family in table.FAMILIES for name in family.tools.split(", ") if name}
+    assert named <= FORMATS.keys()
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    measured = set()
+    for row in json.loads((results / "compare-h200.json").read_text())["rows"]:
+        if (found := re.fullmatch(r"(llama-3.1-8b|qwen3-0.6b) decode (\d+)", row["workload"])) is not None:
+            measured.add(f"{int(found.group(2)) / row['ours'] * 1e3:,.0f} of {found.group(2)}")
+    for name in ("qwen3-30b-a3b", "gpt-oss-20b"):
+        rows = json.loads((results / f"{name}-h200.json").read_text())["rows"]
+        measured |= {f"{row['tokens_per_s']:,.0f} of {row['batch']}" for row in rows if row["row"] == "decode"}
+    claimed = [
+        each.strip()
+        for family in table.FAMILIES
+        for each in re.findall(r"[\d,]+ of \d+", family.speed.partition(":")[2])
+    ]
+    assert len(claimed) == 8
+    assert set(claimed) <= measured

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from inferengine.core.step_plan import BlockUpdates, SlotInit, StepPlan
+from inferengine.core.executor import BlockUpdates, SlotInit, StepPlan
 from inferengine.kernels import ops
 from inferengine.kernels.reference import ops as reference
 from inferengine.sampling_params import SamplingParams

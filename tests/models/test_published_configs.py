@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from inferengine.errors import ConfigError
@@ -135,6 +136,21 @@ def test_names_without_their_root_as_embedding_models_are_stored(tmp_path):
     save_file({name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}, path)
     (output,) = Engine(tmp_path).generate([[5, 9, 200]], 8)
     assert output == greedy_reference(model, [5, 9, 200], output)
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2", "gemma3", "gpt2"])
+def test_an_embedding_model_that_is_stored_without_a_head(name, tmp_path):
+    model = make_model(name)
+    base = model.base_model
+    base.save_pretrained(tmp_path)
+    engine = Engine(tmp_path, budget=8)
+    assert engine.executor.implementation == ""
+    prompt = list(range(20, 41))
+    uid = engine.embed(prompt)
+    engine.run()
+    with torch.inference_mode():
+        state = base(torch.tensor([prompt])).last_hidden_state[0, -1]
+    assert torch.allclose(torch.tensor(engine.embeddings[uid]), state / state.norm(), atol=1e-4)
 
 
 def test_the_same_weights_under_mistrals_own_names_are_left_alone(tmp_path):

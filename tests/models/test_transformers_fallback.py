@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from inferengine.config import Config
 from inferengine.errors import ConfigError
@@ -19,7 +20,7 @@ from inferengine.models.table import FAMILIES
 from tests.executor.engine import Engine
 from tests.lora.adapters import write_adapter
 from tests.models.checkpoints import greedy_reference, logits_reference, model_of, save
-from tests.models.families import BARE, EVEN, HALF, Case, compare
+from tests.models.families import BARE, EVEN, HALF, YARN, Case, compare
 
 MULTI_QUERY = {
     "vocab_size": 301, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 256, "initializer_range": 0.25,
@@ -27,6 +28,7 @@ MULTI_QUERY = {
 }  # fmt: skip
 LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
           "qk_nope_head_dim": 12, "v_head_dim": 10}  # fmt: skip
+MIXTURE = {"num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 1, "first_k_dense_replace": 0}
 CASES = {
     "exaone4, windows": Case("Exaone4Config", {**EVEN, "num_hidden_layers": 4, "sliding_window": 12,
                                                "sliding_window_pattern": 2}),
@@ -39,6 +41,20 @@ CASES = {
     "persimmon": Case("PersimmonConfig", {**EVEN, **HALF}),
     "starcoder, one kv head": Case("GPTBigCodeConfig", MULTI_QUERY),
     "vaultgemma, caps": Case("VaultGemmaConfig", {**BARE, "sliding_window": 12, "attn_logit_softcapping": 3.0}),
+    "deepseek-v2": Case("DeepseekV2Config", {**EVEN, **LATENT, **MIXTURE, "n_routed_experts": 6, "n_shared_experts": 2,
+                                             "first_k_dense_replace": 1, "topk_method": "group_limited_greedy",
+                                             "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}),
+    "deepseek-v2-lite": Case("DeepseekV2Config", {**EVEN, **LATENT, **MIXTURE, "q_lora_rank": None,
+                                                  "n_routed_experts": 5, "rope_parameters": YARN}),
+    "deepseek-v3": Case("DeepseekV3Config", {**EVEN, **LATENT, **MIXTURE, "n_routed_experts": 8, "n_group": 4,
+                                             "topk_group": 2, "first_k_dense_replace": 1,
+                                             "rope_parameters": YARN | {"mscale_all_dim": 0.7}}),
+    "glm4-moe": Case("Glm4MoeConfig", {**BARE, **MIXTURE, "n_routed_experts": 6, "use_qk_norm": True}),
+    "phi3.5-moe": Case("PhimoeConfig", {**EVEN, "num_local_experts": 4, "router_jitter_noise": 0.0}),
+    "ernie4_5-moe": Case("Ernie4_5_MoeConfig", {**EVEN, "moe_num_experts": 6, "moe_k": 3, "moe_num_shared_experts": 1,
+                                                "moe_intermediate_size": 40, "moe_layer_start_index": 1}),
+    "granite-moe-shared": Case("GraniteMoeSharedConfig", {**EVEN, "num_local_experts": 6, "num_experts_per_tok": 3,
+                                                          "shared_intermediate_size": 56}),
     "youtu, latent": Case("YoutuConfig", {**EVEN, **LATENT}),
 }  # fmt: skip
 
@@ -96,6 +112,27 @@ def test_adapters_change_its_linear_layers(arcee, tmp_path):
     assert output == greedy_reference(merged, prompt, output)
 
 
+def test_experts_may_be_quantized_at_load(tmp_path):
+    case = CASES["deepseek-v3"]
+    model = model_of(case.config, case.values)
+    engine = Engine(save(model, tmp_path), model={"quantization": "fp8"})
+    prompt = list(range(20, 41))
+    uid = engine.submit(prompt, 1, logprobs=20)
+    engine.run()
+    expected = logits_reference(model, prompt)[-1].log_softmax(-1).topk(20).values
+    difference = (torch.tensor(engine.logprobs[uid][0].top_logprobs) - expected).abs().max()
+    assert 1e-4 < float(difference) < 0.5
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    case = CASES["phi3.5-moe"]
+    path = save(model_of(case.config, case.values), tmp_path) / "model.safetensors"
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    save_file({key: tensor for key, tensor in load_file(path).items() if key != name}, path)
+    with pytest.raises(ConfigError, match=f"the tensor {name} is missing"):
+        Engine(tmp_path)
+
+
 def test_there_is_nothing_to_compare_layer_by_layer(arcee):
     config = Config().with_values(model={"path": str(arcee[1])}, engine={"device": "cpu"})
     with pytest.raises(ConfigError, match="are those of transformers already"):
@@ -143,7 +180,8 @@ SMALL = {"vocab_size": 301, "hidden_size": 48, "num_hidden_layers": 2}
         ("BloomConfig", SMALL, "it takes no positions"),
         ("GPTJConfig", MULTI_QUERY, "does not use transformers' attention interface"),
         ("XGLMConfig", {"vocab_size": 301, "d_model": 48}, "does not use transformers' attention interface"),
-        ("MixtralConfig", EVEN, "transformers joins or renames tensors"),
+        ("FuyuConfig", {}, "transformers joins or divides tensors"),
+        ("GptOssConfig", BARE, "its experts are not gated blocks that this engine computes"),
     ],
 )
 def test_what_the_paged_attention_cannot_compute_is_refused(config, values, reason, tmp_path, monkeypatch):

@@ -1,0 +1,441 @@
+"""A GGUF file as a checkpoint of transformers: config.json made of its metadata, and its tensors under the names that
+the families of inferengine/models know.
+
+llama.cpp's converters reorder the rows of q and k for architectures whose rotation it computes on neighbours, add 1 to
+Gemma's norms and store all experts of a layer as one tensor: `Source` says how each tensor is read back.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from inferengine.gguf.reader import GgufFile, TensorInfo, mapped, read_gguf, refused
+
+FLOATS = ("F32", "F16", "BF16")
+PACKED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+NEAREST_TYPE = {
+    "Q2_K": "Q4_K_M", "Q3_K": "Q4_K_M", "IQ": "Q4_K_M", "TQ": "Q4_K_M", "MXFP4": "the model's own checkpoint in MXFP4",
+    "Q8_1": "Q8_0", "Q8_K": "Q8_0",
+}  # fmt: skip
+
+
+class Source(NamedTuple):
+    """What a tensor of the checkpoint is made of. `number`: one of the matrices or rows that `info` holds; `heads`: its
+    rows are reordered within so many heads; `transpose`: the checkpoint stores it as [in, out]."""
+
+    info: TensorInfo
+    number: int | None = None
+    heads: int = 0
+    transpose: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the checkpoint has it in."""
+        shape = self.info.shape if self.number is None else self.info.shape[1:]
+        if self.info.name.endswith("ffn_gate_inp_shexp.weight"):  # one row, stored as a vector
+            return (1, shape[-1])
+        return shape[::-1] if self.transpose else shape
+
+
+class Architecture(NamedTuple):
+    """How `general.architecture` maps to a family. `norms` replace names of LAYER; `values(reader)` are further keys of
+    config.json; `rotates_pairs`: q and k are stored reordered."""
+
+    name: str  # of the family
+    model_type: str
+    rotates_pairs: bool = False
+    layer: Mapping[str, str] = MappingProxyType({})
+    values: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
+    eps: str = "rms_norm_eps"  # name of the norms' epsilon in config.json
+    partial: bool = False  # rope.dimension_count is a share of each head
+    outside: Mapping[str, str] = MappingProxyType({})  # names of tensors outside of layers
+    prefix: str = "model.layers."
+    transposed: tuple[str, ...] = ()  # layers whose weights the checkpoint stores as [in, out]
+
+
+OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OLMO_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+GLM_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
+MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+BUFFERS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read for config.json
+
+
+class Metadata:
+    """The metadata of a file, by keys without the architecture's name before them."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.architecture = str(file.value("general.architecture", str, ""))
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a count; of a list, which some files have for each layer, the one that all share."""
+        name = f"{self.architecture}.{key}"
+        found = self.file.metadata.get(name)
+        if isinstance(found, list) and found and all(item == found[0] for item in found) and type(found[0]) is int:
+            return found[0]
+        if isinstance(found, list):
+            raise refused(self.file.path, f"{name} differs from layer to layer", "no family here has such layers")
+        return self.file.integer(name, default)
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """Return a number, the default where it is absent."""
+        found = self.file.value(f"{self.architecture}.{key}", (int, float), default)
+        return None if found is None else float(found)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return true or false."""
+        return bool(self.file.value(f"{self.architecture}.{key}", bool, default))
+
+    def text(self, key: str) -> str | None:
+        """Return a text."""
+        found: str | None = self.file.value(f"{self.architecture}.{key}", str)
+        return found
+
+    def has(self, tensor: str) -> bool:
+        """Whether the first layer, or the file, has this tensor."""
+        return f"blk.0.{tensor}" in self.file.tensors or tensor in self.file.tensors
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        default = self.integer("embedding_length") // max(1, self.integer("attention.head_count"))
+        return self.integer("attention.key_length", default)
+
+
+def _some(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _gemma2(metadata: Metadata) -> dict[str, Any]:
+    whole = metadata.integer("block_count") == 46  # the 27B: its head is not of the size that scores are scaled by
+    heads = metadata.integer("attention.head_count")
+    return _some(
+        query_pre_attn_scalar=metadata.integer("embedding_length") // heads if whole else metadata.head_dim,
+        attn_logit_softcapping=metadata.number("attn_logit_softcapping", 50.0),
+        final_logit_softcapping=metadata.number("final_logit_softcapping", 30.0),
+        sliding_window=metadata.integer("attention.sliding_window", 4096),
+        hidden_act="gelu_pytorch_tanh",
+    )
+
+
+def _gemma3(metadata: Metadata) -> dict[str, Any]:
+    whole = metadata.integer("block_count") == 62  # as above
+    heads = metadata.integer("attention.head_count")
+    return _some(
+        query_pre_attn_scalar=metadata.integer("embedding_length") // heads if whole else metadata.head_dim,
+        final_logit_softcapping=metadata.number("final_logit_softcapping"),
+        sliding_window=metadata.integer("attention.sliding_window", 1024),
+        sliding_window_pattern=metadata.integer("attention.sliding_window_pattern", 6),
+        rope_local_base_freq=metadata.number("rope.freq_base_swa", 10_000.0),
+    )
+
+
+def _granite(metadata: Metadata) -> dict[str, Any]:
+    return _some(
+        embedding_multiplier=metadata.number("embedding_scale", 1.0),
+        residual_multiplier=metadata.number("residual_scale", 1.0),
+        attention_multiplier=metadata.number("attention.scale", metadata.head_dim**-0.5),
+        logits_scaling=metadata.number("logit_scale", 1.0),
+    )
+
+
+def _cohere(metadata: Metadata) -> dict[str, Any]:
+    return _some(logit_scale=metadata.number("logit_scale"), use_qk_norm=metadata.has("attn_q_norm.weight"))
+
+
+def _cohere2(metadata: Metadata) -> dict[str, Any]:
+    pattern = metadata.integer("attention.sliding_window_pattern", 4)
+    window = metadata.integer("attention.sliding_window", 4096)
+    return _some(logit_scale=metadata.number("logit_scale"), sliding_window=window, sliding_window_pattern=pattern)
+
+
+def _stablelm(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "use_qkv_bias": metadata.has("attn_q.bias"),
+        "use_parallel_residual": metadata.flag("use_parallel_residual", not metadata.has("ffn_norm.weight")),
+        "qk_layernorm": metadata.has("attn_q_norm.weight"),
+    }
+
+
+def _moe(metadata: Metadata, size: str = "expert_feed_forward_length") -> dict[str, Any]:
+    return {
+        "num_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "moe_intermediate_size": metadata.integer(size, metadata.integer("feed_forward_length", 1)),
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen2_moe(metadata: Metadata) -> dict[str, Any]:
+    shared = metadata.integer("expert_shared_feed_forward_length")
+    return {**_moe(metadata), "shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+
+
+def _window(metadata: Metadata) -> dict[str, Any]:
+    """Phi-3's and StarCoder's window, where a file names one that is shorter than the context."""
+    window = metadata.integer("attention.sliding_window", 0)
+    return {"sliding_window": window if 0 < window < metadata.integer("context_length") else None}
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", "llama", rotates_pairs=True),
+    "llama with experts": Architecture(
+        "MixtralForCausalLM", "mixtral", rotates_pairs=True, layer=MIXTRAL,
+        values=lambda m: {
+            "num_local_experts": m.integer("expert_count"), "num_experts_per_tok": m.integer("expert_used_count")
+        },
+    ),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", values=_qwen2_moe),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", values=_moe),
+    "phi3": Architecture(
+        "Phi3ForCausalLM", "phi3", layer={"ffn_up": "mlp.gate_up_proj"}, values=_window, partial=True
+    ),
+    "gemma": Architecture("GemmaForCausalLM", "gemma", values=lambda m: {"hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", layer=GEMMA_NORMS, values=_gemma2),
+    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", layer=GEMMA_NORMS, values=_gemma3),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", layer=OLMO_NORMS),
+    "granite": Architecture("GraniteForCausalLM", "granite", rotates_pairs=True, values=_granite),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", rotates_pairs=True),
+    "glm4": Architecture(
+        "Glm4ForCausalLM", "glm4", layer={**GLM_NORMS, "ffn_up": "mlp.gate_up_proj"}, partial=True,
+        values=lambda m: {"attention_bias": m.has("attn_q.bias")},
+    ),
+    "seed_oss": Architecture(
+        "SeedOssForCausalLM", "seed_oss", layer={"post_attention_norm": "post_attention_layernorm"},
+        values=lambda m: {
+            "attention_bias": m.has("attn_q.bias"), "attention_out_bias": m.has("attn_output.bias")
+        },
+    ),
+    "command-r": Architecture(
+        "CohereForCausalLM", "cohere", eps="layer_norm_eps", values=_cohere
+    ),
+    "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", eps="layer_norm_eps", values=_cohere2),
+    "nemotron": Architecture(
+        "NemotronForCausalLM", "nemotron", eps="norm_eps", partial=True, values=lambda m: {"hidden_act": "relu2"}
+    ),
+    "starcoder2": Architecture(
+        "Starcoder2ForCausalLM", "starcoder2", eps="norm_epsilon",
+        layer={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        values=lambda m: {"use_bias": m.has("attn_q.bias"), "hidden_act": "gelu_pytorch_tanh"},
+    ),
+    "stablelm": Architecture(
+        "StableLmForCausalLM", "stablelm", eps="layer_norm_eps", partial=True, values=_stablelm,
+        layer={
+            "attn_q_norm": "self_attn.q_layernorm.norms.{}", "attn_k_norm": "self_attn.k_layernorm.norms.{}"
+        },
+    ),
+    "gpt2": Architecture(
+        "GPT2LMHeadModel", "gpt2", eps="layer_norm_epsilon", prefix="h.",
+        outside={"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f"},
+        layer={
+            "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
+            "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+        },
+        transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+    ),
+}  # fmt: skip
+LIKE = 0.5  # share of letters that two names have in common at least, to be called near
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    """Return how a file's architecture is read. Raises ConfigError naming one that is not."""
+    metadata = Metadata(file)
+    name = metadata.architecture
+    if not name:
+        raise refused(file.path, "its metadata has no general.architecture: it holds no language model")
+    if name == "llama" and metadata.integer("expert_count", 0):
+        name = "llama with experts"
+    if name not in ARCHITECTURES:
+        near = get_close_matches(name, ARCHITECTURES, 1, LIKE)
+        hint = f"the nearest that is: {near[0]}" if near else f"{', '.join(ARCHITECTURES)} are"
+        raise refused(file.path, f"the architecture {name[:80]} is not read from GGUF files", hint)
+    return ARCHITECTURES[name]
+
+
+def config_values(path: Path) -> dict[str, Any]:
+    """Return what config.json would hold for a file. `quantization_config` lists the types of the tensors that stay
+    packed. Raises ConfigError naming what is missing or not supported."""
+    file = read_gguf(path)
+    architecture, metadata = architecture_of(file), Metadata(file)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise refused(path, "the tensor token_embd.weight is missing: it holds no whole language model")
+    eps = metadata.number("attention.layer_norm_rms_epsilon", metadata.number("attention.layer_norm_epsilon"))
+    head_dim, heads = metadata.head_dim, metadata.integer("attention.head_count")
+    values: dict[str, Any] = {
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "torch_dtype": _float_type(file),
+        **_some(
+            eos_token_id=eos_token_ids(file) or None,
+            bos_token_id=metadata.file.value("tokenizer.ggml.bos_token_id", int),
+        ),
+    }
+    if eps is not None:
+        values[architecture.eps] = eps
+    if architecture.model_type == "gpt2":
+        values |= {
+            "n_embd": metadata.integer("embedding_length"), "n_head": heads, "n_layer": metadata.integer("block_count"),
+            "n_positions": metadata.integer("context_length"), "n_inner": metadata.integer("feed_forward_length"),
+            "activation_function": "gelu_new",
+        }  # fmt: skip
+    else:
+        values |= {
+            "hidden_size": metadata.integer("embedding_length"),
+            "num_hidden_layers": metadata.integer("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
+            "intermediate_size": metadata.integer("feed_forward_length", 1),
+            "max_position_embeddings": metadata.integer("context_length"),
+            "head_dim": head_dim,
+            **_rope(metadata, architecture, head_dim),
+        }
+    values |= architecture.values(metadata)
+    packed = {name: s.info.type for name, s in tensor_sources(path).items() if s.info.type not in FLOATS}
+    for name, kind in packed.items():
+        if kind not in PACKED:
+            near = next((other for start, other in NEAREST_TYPE.items() if kind.startswith(start)), "Q8_0")
+            raise refused(
+                path, f"the tensor {name} is stored as {kind}, which is not read", f"the nearest that is: {near}"
+            )
+    if packed:
+        values["quantization_config"] = {"quant_method": "gguf", "tensors": packed}
+    return values
+
+
+def _rope(metadata: Metadata, architecture: Architecture, head_dim: int) -> dict[str, Any]:
+    """The rotation: its base, the share of a head that turns, and how it is scaled."""
+    theta = metadata.number("rope.freq_base", 10_000.0)
+    rope: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
+    turning = metadata.integer("rope.dimension_count", head_dim)
+    if turning != head_dim:
+        if not architecture.partial:
+            raise refused(
+                metadata.file.path, f"{turning} of {head_dim} elements of a head turn, which no such model has"
+            )
+        rope["partial_rotary_factor"] = turning / head_dim
+    kind, factor = metadata.text("rope.scaling.type"), metadata.number("rope.scaling.factor", 1.0)
+    original = metadata.integer("rope.scaling.original_context_length", 0)
+    divisors = [_floats(metadata.file, name) for name in BUFFERS]
+    if divisors[1] and divisors[2]:  # Phi-3's
+        rope |= {"rope_type": "longrope", "long_factor": divisors[1], "short_factor": divisors[2]}
+        rope |= _some(original_max_position_embeddings=original or None)
+        rope |= _some(attention_factor=metadata.number("rope.scaling.attn_factor"))
+    elif divisors[0]:  # Llama 3.1's, worked out by who converted it
+        rope |= {"rope_type": "longrope", "long_factor": divisors[0], "short_factor": divisors[0]}
+        rope |= {
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": original or metadata.integer("context_length"),
+        }
+    elif kind == "linear":
+        rope |= {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        rope |= {"rope_type": "yarn", "factor": factor}
+        rope |= _some(original_max_position_embeddings=original or None)
+    elif kind not in (None, "none"):
+        raise refused(metadata.file.path, f"rope.scaling.type = {kind} is not supported; none, linear and yarn are")
+    if architecture.model_type == "gemma3_text":  # whose sliding layers turn in a way of their own
+        return _some(
+            rope_theta=theta, rope_scaling=rope if rope.pop("rope_theta") and rope["rope_type"] != "default" else None
+        )
+    return {"rope_parameters": rope}
+
+
+def _floats(file: GgufFile, name: str) -> list[float]:
+    """The values of a short fp32 tensor; none where it is absent."""
+    info = file.tensors.get(name)
+    if info is None:
+        return []
+    if info.type != "F32" or info.num_bytes > 1 << 16:
+        raise refused(file.path, f"the tensor {name} is not a short list of fp32 numbers")
+    with mapped(info.file) as data:
+        return list(struct.unpack(f"<{info.num_bytes // 4}f", data[info.begin : info.begin + info.num_bytes]))
+
+
+def eos_token_ids(file: GgufFile) -> list[int]:
+    """Return the ids that end an answer: of a text, of a turn and of a message."""
+    found = [file.value(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(each for each in found if each is not None))
+
+
+def _float_type(file: GgufFile) -> str:
+    """The number format to compute in: that of most matrices, bf16 where they are quantized."""
+    sizes = dict.fromkeys(("F32", "F16", "BF16", "other"), 0)
+    for info in file.tensors.values():
+        if len(info.shape) > 1:
+            sizes[info.type if info.type in sizes else "other"] += info.num_bytes
+    return {"F32": "float32", "F16": "float16"}.get(max(sizes, key=lambda name: sizes[name]), "bfloat16")
+
+
+def tensor_sources(path: Path) -> dict[str, Source]:
+    """Return the checkpoint's tensors by name. Raises ConfigError naming a tensor of the file that has no place."""
+    return dict(_sources(read_gguf(path)))
+
+
+def _sources(file: GgufFile) -> Iterator[tuple[str, Source]]:
+    architecture, metadata = architecture_of(file), Metadata(file)
+    outside, layer = {**OUTSIDE, **architecture.outside}, {**LAYER, **architecture.layer}
+    reordered: dict[str, int] = {}
+    if architecture.rotates_pairs:
+        heads = metadata.integer("attention.head_count")
+        reordered = {"attn_q": heads, "attn_k": metadata.integer("attention.head_count_kv", heads)}
+    for name, info in file.tensors.items():
+        if name in BUFFERS:
+            continue
+        stem, _, kind = name.rpartition(".")
+        number = ""
+        if stem.startswith("blk."):
+            _, number, stem = stem.split(".", 2)
+        place = (layer if number else outside).get(stem)
+        if place is None or kind not in ("weight", "bias"):
+            raise refused(
+                file.path, f"the tensor {name[:80]} is unexpected in the architecture {metadata.architecture}"
+            )
+        place = f"{architecture.prefix}{number}.{place}" if number else place
+        if "{}" in place:
+            for index in range(info.shape[0]):
+                yield f"{place.format(index)}.{kind}", Source(info, index)
+            continue
+        transpose = stem in architecture.transposed and kind == "weight"
+        yield f"{place}.{kind}", Source(info, None, reordered.get(stem, 0), transpose)

@@ -1,0 +1,134 @@
+"""GGUF files of tiny models, written with the package `gguf` as llama.cpp's converters write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.constants import MODEL_ARCH_NAMES
+
+from inferengine.kernels.block_codes import FORMATS
+
+Kinds = Callable[[str, tuple[int, ...]], str]  # the type of a tensor by its name and shape
+
+
+def random_blocks(name: str, rows: int, columns: int, *, seed: int) -> np.ndarray:
+    """Random bytes [rows, bytes of a row] of a format, with small scales."""
+    form, random = FORMATS[name], np.random.default_rng(seed)
+    raw = random.integers(0, 256, (rows, columns // form.block, form.num_bytes), dtype=np.uint8)
+    for place in form.halves:
+        scales = random.normal(size=(rows, columns // form.block, 1)) * 0.1 / form.largest
+        raw[..., place : place + 2] = scales.astype(np.float16).view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def q4_k_m(name: str, shape: tuple[int, ...]) -> str:
+    """As llama.cpp mixes them: the value projection and the head in Q6_K, and for a fifth bit the down projection."""
+    if "attn_v" in name or name == "output.weight":
+        return "Q6_K"
+    return "Q5_K" if "ffn_down" in name else "Q4_K"
+
+
+def q8_0(name: str, shape: tuple[int, ...]) -> str:
+    """Q8_0, and F16 where rows are no multiple of its blocks."""
+    return "Q8_0" if shape[-1] % 32 == 0 else "F16"
+
+
+def write(
+    model: Any,
+    architecture: str,
+    path: Path,
+    kinds: Kinds,
+    *,
+    permutes: bool = False,
+    plus_one: bool = False,
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> Any:
+    """Write a model of transformers, its weights rounded to `kinds`, and return it with the weights of the file.
+    `permutes`: rows of q and k are reordered; `plus_one`: norms are stored with 1 added."""
+    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    known = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size", 4 * config.hidden_size))
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(getattr(config, "num_key_value_heads", config.num_attention_heads))
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = getattr(config, "rope_parameters", None)
+    if rope:
+        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    more(writer)
+    state, stored = model.state_dict(), {}
+    for number, (name, tensor) in enumerate(state.items()):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if ".experts." in name:
+            stored[name] = _add_experts(writer, name, tensor.float().numpy(), kinds)
+            continue
+        there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        values = tensor.float().numpy()
+        transposes = architecture == "gpt2" and values.ndim == 2 and not name.startswith(("transformer.w", "lm_head"))
+        values = values.T if transposes else values
+        heads = writer_heads(name, config) if permutes else 0
+        values = np.ascontiguousarray(_reordered(values, heads)) + (plus_one and name.endswith("norm.weight"))
+        kind = "F32" if values.ndim == 1 else kinds(there, values.shape)
+        if kind in FORMATS and kind.endswith("K"):  # the package does not quantize to these
+            raw = random_blocks(kind, *values.shape, seed=number)
+        else:
+            raw = gguf.quants.quantize(values.astype(np.float32), gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(there, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+        read = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]).reshape(values.shape)
+        read = _put_back(read - (plus_one and name.endswith("norm.weight")), heads)
+        stored[name] = torch.from_numpy(np.ascontiguousarray(read.T if transposes else read, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    model.load_state_dict({**state, **stored})
+    model.tie_weights()
+    return model
+
+
+def _add_experts(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kinds: Kinds) -> torch.Tensor:
+    """Write the experts of a layer, gate and up apart, and return what the file holds of them."""
+    layer, parts = name.split(".")[2], {"down": values}
+    if name.endswith("gate_up_proj"):
+        parts = dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
+    read = []
+    for part, of_part in parts.items():
+        there = f"blk.{layer}.ffn_{part}_exps.weight"
+        kind = gguf.GGMLQuantizationType[kinds(there, of_part.shape)]
+        raw = gguf.quants.quantize(np.ascontiguousarray(of_part), kind)
+        writer.add_tensor(there, raw, raw_dtype=kind)
+        read.append(gguf.quants.dequantize(raw, kind).reshape(of_part.shape))
+    return torch.from_numpy(np.concatenate(read, 1).astype(np.float32))
+
+
+def writer_heads(name: str, config: Any) -> int:
+    """The heads within which a converter reorders the rows of a tensor."""
+    return {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+        name.rpartition(".")[0].rpartition(".")[2], 0
+    )
+
+
+def _reordered(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The first and the second half of a head's rows, in turn."""
+    if not heads:
+        return rows
+    return rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _put_back(rows: np.ndarray, heads: int) -> np.ndarray:
+    if not heads:
+        return rows
+    return rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

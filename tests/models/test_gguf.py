@@ -1,0 +1,234 @@
+"""Models in GGUF files, through the whole engine: their logits are transformers' of the dequantized weights in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import pytest
+import torch
+import transformers
+
+from inferengine import LLM, SamplingParams
+from inferengine.config import Config
+from inferengine.errors import ConfigError
+from inferengine.executor.load import load_model
+from inferengine.executor.memory.plan import weight_bytes
+from inferengine.executor.settings import executor_settings
+from inferengine.executor.tools.compare_hf import Probe
+from inferengine.executor.torch_executor import build_executor
+from inferengine.gguf.checkpoint import ARCHITECTURES
+from inferengine.gguf.reader import read_gguf
+from inferengine.kernels.block_codes import numbers
+from inferengine.kernels.ops import REFERENCE
+from inferengine.layers.parallel import Shard
+from inferengine.models import registry
+from inferengine.models.hf_config import read_json
+from inferengine.models.parallel import divide
+from inferengine.models.weights import finish, load_weights
+from inferengine.quantization.apply import quantize
+from tests.gguf.test_tokenizer import add_tokenizer, byte_level
+from tests.models.gguf_files import Kinds, q4_k_m, q8_0, write
+
+SHAPES: dict[str, Any] = {
+    "vocab_size": 301, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.1,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+
+def older(name: str, shape: tuple[int, ...]) -> str:
+    """The formats of blocks of 32, with one of 16 bits among the parts of a layer."""
+    return {"attn_q": "Q4_0", "attn_k": "F16", "attn_v": "Q4_1", "ffn_up": "Q5_0", "ffn_gate": "Q5_1"}.get(
+        name.split(".")[-2], "Q8_0"
+    )
+
+
+def gemma2(writer: gguf.GGUFWriter) -> None:
+    writer.add_attn_logit_softcapping(20.0)
+    writer.add_final_logit_softcapping(10.0)
+    writer.add_sliding_window(16)
+
+
+def granite(writer: gguf.GGUFWriter) -> None:
+    writer.add_embedding_scale(2.0)
+    writer.add_residual_scale(0.5)
+    writer.add_attention_scale(0.1)
+    writer.add_logit_scale(4.0)
+
+
+def experts(writer: gguf.GGUFWriter) -> None:
+    writer.add_expert_count(4)
+    writer.add_expert_used_count(2)
+    writer.add_expert_feed_forward_length(64)
+    writer.add_expert_shared_feed_forward_length(96)
+
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """One file: its architecture, transformers' class and values, the types of its tensors, and how it is written."""
+
+    architecture: str
+    model: str
+    values: dict[str, Any]
+    kinds: Kinds
+    written: dict[str, Any] = {}  # noqa: RUF012
+
+
+THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 2e6}}
+HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+PAIRS = {"permutes": True}
+
+
+def turning(count: int, **eps: float) -> Callable[[gguf.GGUFWriter], None]:
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_dimension_count(count)
+        if eps:
+            writer.add_layer_norm_eps(eps["eps"])
+
+    return more
+
+
+CASES = {
+    "llama": Case("llama", "Llama", {"tie_word_embeddings": False}, q4_k_m, PAIRS),
+    "llama, tied, F16": Case("llama", "Llama", {"tie_word_embeddings": True}, lambda name, shape: "F16", PAIRS),
+    "llama, BF16 and F32": Case("llama", "Llama", {}, lambda name, shape: "BF16" if "ffn" in name else "F32", PAIRS),
+    "llama, older formats": Case("llama", "Llama", {}, older, PAIRS),
+    "llama, narrow": Case("llama", "Llama", {"hidden_size": 96, "intermediate_size": 160}, older, PAIRS),
+    "qwen2": Case("qwen2", "Qwen2", {"tie_word_embeddings": True}, q8_0),
+    "qwen3": Case("qwen3", "Qwen3", {"tie_word_embeddings": True, "head_dim": 128}, q4_k_m),
+    "gemma": Case("gemma", "Gemma", {"head_dim": 64}, q4_k_m, {"plus_one": True}),
+    "gemma2": Case("gemma2", "Gemma2", {"head_dim": 64, "sliding_window": 16, "query_pre_attn_scalar": 64,
+                                        "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0},
+                   q8_0, {"plus_one": True, "more": gemma2}),
+    "gemma3": Case("gemma3", "Gemma3", {"head_dim": 64, "sliding_window": 16, "query_pre_attn_scalar": 64}, q4_k_m,
+                   {"plus_one": True, "more": lambda writer: writer.add_sliding_window(16)}),
+    "phi3": Case("phi3", "Phi3", {"sliding_window": None}, q4_k_m),
+    "olmo2": Case("olmo2", "Olmo2", {}, q8_0),
+    "granite": Case("granite", "Granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5,
+                                           "attention_multiplier": 0.1, "logits_scaling": 4.0},
+                    q8_0, {"permutes": True, "more": granite}),
+    "smollm3": Case("smollm3", "SmolLM3", THETA, q8_0, PAIRS),
+    "seed_oss": Case("seed_oss", "SeedOss", {"head_dim": 64, "attention_bias": True}, q8_0),
+    "starcoder2": Case("starcoder2", "Starcoder2", {"sliding_window": None}, q8_0,
+                       {"more": lambda writer: writer.add_layer_norm_eps(1e-5)}),
+    "stablelm": Case("stablelm", "StableLm", HALF, q8_0, {"more": turning(32, eps=1e-5)}),
+    "nemotron": Case("nemotron", "Nemotron", HALF, q8_0, {"plus_one": True, "more": turning(32, eps=1e-5)}),
+    "glm4": Case("glm4", "Glm4", {**HALF, "head_dim": 64}, q4_k_m, {"more": turning(32)}),
+    "cohere": Case("command-r", "Cohere", {"logit_scale": 0.5}, q8_0,
+                   {"more": lambda writer: (writer.add_layer_norm_eps(1e-5), writer.add_logit_scale(0.5))}),
+    "cohere2": Case("cohere2", "Cohere2", {"logit_scale": 0.5, "sliding_window": 16}, q8_0,
+                    {"more": lambda writer: (writer.add_layer_norm_eps(1e-5), writer.add_logit_scale(0.5),
+                                             writer.add_sliding_window(16))}),
+    "mixtral": Case("llama", "Mixtral", {"num_local_experts": 4, "sliding_window": None}, q8_0,
+                    {"permutes": True, "more": experts}),
+    "qwen2moe": Case("qwen2moe", "Qwen2Moe", {**EXPERTS, "norm_topk_prob": False}, q8_0, {"more": experts}),
+    "qwen3moe": Case("qwen3moe", "Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 64}, q8_0,
+                     {"more": experts}),
+    "gpt2": Case("gpt2", "GPT2", {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 256}, q4_k_m,
+                 {"more": lambda writer: writer.add_layer_norm_eps(1e-5)}),
+}  # fmt: skip
+
+
+def make(case: Case, path: Path) -> Any:
+    """Write the file, and return transformers' model with its weights."""
+    torch.manual_seed(0)
+    head = {"GPT2": "GPT2LMHeadModel"}.get(case.model, f"{case.model}ForCausalLM")
+    shapes = {"vocab_size": 301} if case.model == "GPT2" else SHAPES
+    config_class = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(case.model, f"{case.model}Config"))
+    config = config_class(**{**shapes, **case.values})
+    config._attn_implementation = "eager"
+    model = getattr(transformers, head)(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms and biases that are not what they begin as
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    return write(model, case.architecture, path, case.kinds, **case.written)
+
+
+def test_every_architecture_that_is_read_has_a_case() -> None:
+    assert {name.split()[0] for name in ARCHITECTURES} == {case.architecture for case in CASES.values()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_transformers_of_the_dequantized_weights(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = make(CASES[name], path)
+    config = Config().with_values(model={"path": str(path)}, engine={"device": "cpu"}, cache={"num_blocks": 16})
+    executor = build_executor(config)
+    executor.load(lambda phase, share: None)
+    ids = torch.randint(0, 301, (60,)).tolist()
+    ours = Probe(executor).logits(ids)
+    with torch.no_grad():
+        theirs = model(torch.tensor([ids])).logits[0]
+    executor.close()
+    assert (ours - theirs).abs().max() < 1e-4
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def test_each_rank_takes_its_part_of_the_blocks(tmp_path: Path) -> None:
+    case, path = CASES["llama"], tmp_path / "model.gguf"
+    model = make(case._replace(values={**case.values, "hidden_size": 512, "intermediate_size": 1024}), path)
+    values, (whole, family) = read_json(path / "config.json"), registry.read_model_config(path)
+    names = family.weight_map(whole)
+    state, attention = model.state_dict(), "model.layers.0.self_attn."
+    for rank in range(2):
+        shard = Shard(rank, 2)
+        with torch.device("meta"):
+            ours = family.build(REFERENCE, shard.divide(whole))
+            divide(ours, whole, shard)
+        quantize(ours, REFERENCE, values, names.targets, scheme="none", device=torch.device("cpu"))
+        load_weights(ours, names, path, dtype=torch.float32, device=torch.device("cpu"))
+        finish(ours)
+        projections = [state[f"{attention}{name}_proj.weight"].chunk(2)[rank] for name in "qkv"]
+        qkv, down = ours.layers[0].attention.qkv.packed, ours.layers[0].mlp.down.packed
+        assert torch.equal(torch.cat([numbers(part, 0, part.shape[0]) for part in qkv.parts]), torch.cat(projections))
+        expected = state["model.layers.0.mlp.down_proj.weight"].chunk(2, 1)[rank]
+        assert torch.equal(numbers(down.parts[0], 0, 512), expected)
+
+
+def test_a_block_that_ranks_would_cut_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    make(CASES["llama"], path)
+    config = Config().with_values(model={"path": str(path)}, engine={"device": "cpu", "tensor_parallel": 2})
+    with pytest.raises(ConfigError) as error:
+        load_model(executor_settings(config), REFERENCE, lambda phase, share: None)
+    assert "the blocks of 256 weights of model.layers.0.self_attn.o_proj.weight do not divide" in error.value.message
+
+
+def test_the_plan_counts_what_the_file_holds(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    make(CASES["llama"], path)
+    stored = sum(info.num_bytes for info in read_gguf(path).tensors.values())
+    config, _ = registry.read_model_config(path)
+    assert weight_bytes(config, read_json(path / "config.json"), torch.float32) == pytest.approx(stored, rel=1e-3)
+
+
+def test_a_conversation_with_nothing_but_the_file(tmp_path: Path) -> None:
+    tokenizer, path = byte_level(""), tmp_path / "model.gguf"
+    case = CASES["llama"]
+    values = {**case.values, "vocab_size": tokenizer.get_vocab_size()}
+    make(case._replace(values=values, written={**PAIRS, "more": lambda writer: add_tokenizer(writer, tokenizer)}), path)
+    with LLM(str(path), cache={"num_blocks": 16}) as llm:
+        (answer,) = llm.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert list(answer.prompt_ids) == tokenizer.encode("<|begin|>user: hello").ids
+    assert len(answer.choices[0].token_ids) == 4
+
+
+def test_random_weights_take_the_header_alone(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    make(CASES["llama, older formats"], path)
+    config = Config().with_values(
+        model={"path": str(path), "load_format": "dummy"}, engine={"device": "cpu"}, cache={"num_blocks": 16}
+    )
+    executor = build_executor(config)
+    executor.load(lambda phase, share: None)
+    logits = Probe(executor).logits([1, 2, 3])
+    executor.close()
+    assert logits.isfinite().all()
