@@ -1,4 +1,4 @@
-"""Batch: the tensors of one step, as model and ops read them. Shapes: docs/executor.md. Filled by executor/batch.py."""
+"""Batch: the tensors of one step, as model and ops read them. Shapes: docs/executor.md. Filled by executor/slots.py."""
 
 from __future__ import annotations
 

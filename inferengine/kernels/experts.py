@@ -12,10 +12,12 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the codes 0 to 7; 8
 
 class Routing(NamedTuple):
     """Each token goes to the `num_chosen` experts of the largest logits, weighted by the softmax of all logits; of the
-    chosen ones alone where `renormalized`."""
+    chosen ones alone where `renormalized`. Of `held` (first, number) experts alone the weights are there: the others
+    of a token add nothing to its sum. None: all are there."""
 
     num_chosen: int
     renormalized: bool
+    held: tuple[int, int] | None = None
 
 
 class Gating(NamedTuple):
@@ -31,19 +33,26 @@ class ExpertCodes(NamedTuple):
     """A projection of all experts in codes, with the scales of each row's groups of columns.
 
     FP8: `codes` [R, K] float8_e4m3fn, `scales` [R, ceil(K / group)] fp32; `shared_rows` neighbouring rows have equal
-    scales. MXFP4: `codes` [R, K / 2] uint8, the code of an even column in the low half of a byte, `scales` [R, K / 32]
-    uint8, the exponent of a power of two plus 127. R counts the rows of all experts.
+    scales. INT8: the same with int8 codes. MXFP4: `codes` [R, K / 2] uint8, the code of an even column in the low half
+    of a byte, `scales` [R, K / 32] uint8, the exponent of a power of two plus 127. INT4: codes as MXFP4's, `scales` as
+    FP8's and `zeros` in their shape, the code (0 to 15) that stands for 0. R counts the rows of all experts.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     group: int
     shared_rows: int = 1
+    zeros: torch.Tensor | None = None
 
     @property
     def is_mxfp4(self) -> bool:
         """Return whether the codes are MXFP4's."""
-        return self.codes.dtype == torch.uint8
+        return self.codes.dtype == torch.uint8 and self.zeros is None
+
+    @property
+    def columns(self) -> int:
+        """Return K."""
+        return self.codes.shape[1] * (2 if self.codes.dtype == torch.uint8 else 1)
 
 
 def mxfp4_numbers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -59,6 +68,11 @@ def expert_numbers(weight: ExpertCodes) -> torch.Tensor:
     """Return the weight as fp32 numbers [R, K]."""
     if weight.is_mxfp4:
         return mxfp4_numbers(weight.codes, weight.scales)
-    numbers = weight.codes.float()
-    scales = weight.scales.repeat_interleave(weight.group, 1)[:, : numbers.shape[1]]
-    return numbers * scales
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(weight.group, 1)[:, : weight.columns]
+
+    if weight.zeros is None:
+        return weight.codes.float() * spread(weight.scales)
+    codes = torch.stack((weight.codes & 15, weight.codes >> 4), -1).flatten(-2)
+    return (codes.float() - spread(weight.zeros)) * spread(weight.scales)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from inferengine.kernels.cpu import attention
-from inferengine.kernels.reference import moe, ops, sampling
+from inferengine.kernels import cpu
+from inferengine.kernels.reference import moe, ops
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Ops:
     apply_masks: Callable[[torch.Tensor, torch.Tensor], None]
     sample: Callable[..., torch.Tensor]
     token_logprobs: Callable[..., torch.Tensor]
+    rows_of: Callable[..., torch.Tensor] | None = None  # of a packed embedding; None: none is packed
     reads_codes: bool = False  # products take, besides tensors, inputs that other products of the table handed on
 
 
@@ -58,11 +59,11 @@ REFERENCE = Ops(
     pack_experts=moe.pack_experts,
     add_experts=moe.add_experts,
     add_experts_norm=None,
-    prepare_attention=attention.prepare_attention,
-    attention_qkv=attention.attention_qkv,
+    prepare_attention=cpu.prepare_attention,
+    attention_qkv=cpu.attention_qkv,
     apply_masks=ops.apply_masks,
-    sample=sampling.sample,
-    token_logprobs=sampling.token_logprobs,
+    sample=ops.sample,
+    token_logprobs=ops.token_logprobs,
 )
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ NUMBER = re.compile(r"\.(\d+)\.")
 TENSOR = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:(A|B)(?:\.default)?\.weight|(magnitude_vector)(?:\.default)?(?:\.weight)?)"
 )
+WHOLE = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.modules_to_save(?:\.default)?)?\.weight")
 # Keys that change an adapter's result, with the values that this engine supports.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -31,7 +32,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False,),
     "use_qalora": (False,),
     "use_bdlora": (False, {}),
-    "modules_to_save": ([],),
     "layer_replication": ([],),
     "trainable_token_indices": ([], {}),
     "target_parameters": ([],),
@@ -51,6 +51,9 @@ class Factors(NamedTuple):
     magnitude: torch.Tensor | None = None
 
 
+EMBEDDING, HEAD = "embed", "head"  # the model's modules that an adapter may replace
+
+
 class Place(NamedTuple):
     """A projection of the model: the name of a Linear, and which of its parts (None: all of them)."""
 
@@ -64,6 +67,7 @@ class Adapter:
 
     name: str
     factors: dict[Place, Factors]
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)  # weights in place of EMBEDDING's and HEAD's
 
 
 def read_adapter(
@@ -75,19 +79,21 @@ def read_adapter(
     sizes = _Sizes(config, name, max_rank)
     places: dict[Place, dict[str, torch.Tensor]] = {}
     scalings: dict[Place, float] = {}
+    saved = _Saved(config, name, model, targets)
     try:
         with safe_open(folder / WEIGHTS, framework="pt", device="cpu") as stored:
             for key in list(stored.keys()):
+                if saved.take(key, stored, dtype):
+                    continue
                 place, kind, stem = _place(key, name, model, targets)
                 if kind == MAGNITUDE and not config.get("use_dora"):
                     raise _refused(name, f"the tensor {key} is unexpected: {CONFIG} has no use_dora")
                 tensor = stored.get_tensor(key)
                 rank, scalings[place] = sizes.of(stem)
                 _check_shape(tensor, kind, place, rank, model, name, key)
+                tensor = _held(tensor, kind, place, model)
                 if kind != MAGNITUDE:
-                    tensor = _held(tensor, kind, place, model).to(dtype)
-                elif _linear(model, place).held is not None:
-                    raise _refused(name, "use_dora = True is not supported with engine.tensor_parallel")
+                    tensor = tensor.to(dtype)
                 places.setdefault(place, {})[kind] = tensor
     except (OSError, SafetensorError):
         raise _refused(name, f"{WEIGHTS} is missing or no whole safetensors file") from None
@@ -96,7 +102,8 @@ def read_adapter(
             raise _refused(name, f"{place.linear} has one of lora_A and lora_B, not both")
         if config.get("use_dora") and MAGNITUDE not in found:
             raise _refused(name, f"{place.linear} has no lora_{MAGNITUDE}, though use_dora is true")
-    if not places:
+    whole = saved.weights()
+    if not places and not whole:
         raise _refused(name, f"{WEIGHTS} holds no tensors")
     return Adapter(
         name,
@@ -104,7 +111,59 @@ def read_adapter(
             place: Factors(found["A"], found["B"], scalings[place], found.get(MAGNITUDE))
             for place, found in places.items()
         },
+        whole,
     )
+
+
+class _Saved:
+    """Whole weights that an adapter brings (`modules_to_save`), of the embedding and of the output head."""
+
+    def __init__(self, config: dict[str, Any], name: str, model: nn.Module, targets: Mapping[str, Any]) -> None:
+        self._name, self._model = name, model
+        places = {f"{EMBEDDING}.weight": EMBEDDING, f"{HEAD}.weight": HEAD}
+        self._modules = {
+            key.removesuffix(".weight"): places[target.parameter]
+            for key, target in targets.items()
+            if target.parameter in places
+        }
+        self._ties = bool(config.get("ensure_weight_tying"))
+        self._found: dict[str, torch.Tensor] = {}
+        listed = config.get("modules_to_save") or []
+        if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+            raise _refused(name, f"{CONFIG}: modules_to_save must be a list of names")
+        self._due = {self._module(each) for each in listed}
+
+    def _module(self, listed: str) -> str:
+        for name, module in self._modules.items():
+            if name == listed or name.rpartition(".")[2] == listed.rpartition(".")[2]:
+                return module
+        known = ", ".join(name.rpartition(".")[2] for name in self._modules) or "none"
+        raise _refused(self._name, f"modules_to_save has {listed[:60]!r}, which is not supported: {known} are")
+
+    def take(self, key: str, stored: Any, dtype: torch.dtype) -> bool:
+        """Keep a tensor where it is such a weight. Returns whether it is."""
+        match = WHOLE.fullmatch(key)
+        stem = match.group(1) if match else ""
+        module = self._modules.get(stem) or self._modules.get(stem.removeprefix("transformer."))
+        if module is None:
+            return False
+        if any(isinstance(each, Linear) and each.held is not None for each in self._model.modules()):
+            raise _refused(self._name, f"the tensor {key} is not supported with engine.tensor_parallel")
+        embedding: Any = self._model.get_submodule(EMBEDDING)
+        tensor, wanted = stored.get_tensor(key), embedding.shape
+        if tuple(tensor.shape) != wanted:
+            raise _refused(self._name, f"the tensor {key} has shape {list(tensor.shape)} where {list(wanted)} is due")
+        self._found[module] = tensor.to(dtype)
+        return True
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights by module. Raises InferEngineError for one that is listed and missing."""
+        for module in self._due - self._found.keys():
+            raise _refused(self._name, f"modules_to_save names the {module}, of which {WEIGHTS} has no tensor")
+        is_tied = getattr(self._model.get_submodule(HEAD), "tied", None) is not None if self._found else False
+        if self._ties and is_tied and EMBEDDING in self._found:
+            self._found.setdefault(HEAD, self._found[EMBEDDING])
+        return self._found
 
 
 class _Sizes:
@@ -200,7 +259,7 @@ def _check_shape(
 
 
 def _held(tensor: torch.Tensor, kind: str, place: Place, model: nn.Module) -> torch.Tensor:
-    """What this rank needs of a factor: A is divided as the layer's inputs are, B as its outputs."""
+    """What this rank needs of a tensor: A is divided as the layer's inputs are, B and magnitudes as its outputs."""
     module = _linear(model, place)
     if module.held is None or (kind == "A") != (module.held.inputs is not None):
         return tensor

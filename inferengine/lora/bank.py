@@ -4,22 +4,34 @@ The factors of all adapters of a layer are stacked: one product with all A gives
 columns (times its adapter's scaling), and one product with all B gives the sum to add. So a batch may mix adapters and
 plain rows at two products for each layer, whatever their number; for other adapters a row adds exact zeros.
 
+An adapter may also bring an embedding and an output head of its own: rows of tokens and of logits that are its are
+computed anew with them.
+
 It replaces the layers' ops tables; models know nothing of it. In a step without adapters nothing is added.
+
+AdapterFolder: the adapters that a model may use, by name. A name is that of a sub-folder, never a path: clients can
+only load what the operator put there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
-from inferengine.errors import InferEngineError
+from inferengine.errors import ConfigError, InferEngineError
 from inferengine.kernels.ops import Ops
+from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.linear import Linear
-from inferengine.lora.adapter import Adapter, Factors, Place
+from inferengine.layers.parallel import Communicator
+from inferengine.lora.adapter import CONFIG, EMBEDDING, HEAD, Adapter, Factors, Place, read_adapter
 
 COLUMNS_AT_ONCE = 256  # of a weight, read while an adapter is loaded
 
@@ -50,14 +62,27 @@ class Stack(NamedTuple):
 class AdapterBank:
     """Installed once, after loading and before any step; adapters are added and removed between steps."""
 
-    def __init__(self, model: nn.Module, *, num_slots: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_slots: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        communicator: Communicator | None = None,
+    ) -> None:
+        """`communicator`: to the ranks that hold the rest of a divided model. All of them make the same calls."""
+        self._communicator = communicator
         self.device, self.dtype = device, dtype
         self.adapters: dict[int, Adapter] = {}
         self._next = 1
         self._of_slot = np.zeros(num_slots + 1, dtype=np.int32)
+        self._of_row = np.zeros(0, dtype=np.int32)  # the adapters of this step's rows
         self._stacks: dict[str, Stack] = {}
         self._token_adapters: torch.Tensor | None = None  # [T] of this step; None: no row has one
         self._masks: dict[int, torch.Tensor] = {}
+        self._of_token = self._of_logits = self._of_row  # those of its tokens and of the logits' rows
+        self._whole: dict[str, dict[int, torch.Tensor]] = {EMBEDDING: {}, HEAD: {}}  # by module and adapter
         self._parts: dict[str, list[int]] = {}
         self._linears: dict[str, tuple[Linear, Ops]] = {}  # with the ops that they had before
         self._orders: dict[str, torch.Tensor] = {}  # of the outputs, where the weight's rows have been reordered
@@ -68,6 +93,10 @@ class AdapterBank:
                 if module.order is not None and module.is_reordered:
                     self._orders[name] = module.order.cpu()
                 module.ops = self._table(module.ops, name)
+        embedding, head = getattr(model, EMBEDDING, None), getattr(model, HEAD, None)
+        if isinstance(embedding, TokenEmbedding) and isinstance(head, Head):
+            embedding.register_forward_hook(self._own_embeddings)
+            head.ops = self._head_table(head.ops)
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
@@ -76,12 +105,16 @@ class AdapterBank:
         use under its own number."""
         number, self._next = self._next, self._next + 1
         self.adapters[number] = adapter
+        for module, weight in adapter.whole.items():
+            self._whole[module][number] = weight.to(self.device)
         self._restack({place.linear for place in adapter.factors})
         return number
 
     def remove(self, number: int) -> None:
         """Remove an adapter that no sequence uses."""
         adapter = self.adapters.pop(number)
+        for weights in self._whole.values():
+            weights.pop(number, None)
         self._restack({place.linear for place in adapter.factors})
 
     def admit(self, slot: int, adapter: int) -> None:
@@ -98,8 +131,14 @@ class AdapterBank:
         if not of_row.any():
             self._token_adapters = None
             return False
-        self._token_adapters = torch.from_numpy(of_row[token_row]).to(self.device)
+        self._of_row, self._of_token = of_row, of_row[token_row]
+        self._token_adapters = torch.from_numpy(self._of_token).to(self.device)
         return True
+
+    def expect_logits(self, rows: np.ndarray) -> None:
+        """Set the rows of the step that the next logits [N, V] are of [N]."""
+        if self._token_adapters is not None:
+            self._of_logits = self._of_row[rows]
 
     # -- in a step ---------------------------------------------------------------------------------------------------
 
@@ -113,6 +152,49 @@ class AdapterBank:
             own = self._token_adapters[:, None] == columns.adapters[None, :]
             mask = self._masks[id(columns)] = own.to(self.dtype).mul_(columns.scaling)
         return torch.mm(torch.mm(x, down.t()).mul_(mask), up.t())
+
+    def _places(self, of_place: np.ndarray, number: int) -> torch.Tensor | None:
+        """The places of an adapter among these; None: it has none."""
+        places = np.flatnonzero(of_place == number)
+        return torch.from_numpy(places).to(self.device) if len(places) else None
+
+    def _own_embeddings(self, module: TokenEmbedding, ids: tuple[torch.Tensor], rows: torch.Tensor) -> None:
+        """Replace the rows [T, E] of tokens whose adapters have an embedding of their own, in place."""
+        if self._token_adapters is None:
+            return
+        for number, weight in self._whole[EMBEDDING].items():
+            if (places := self._places(self._of_token, number)) is not None:
+                own = weight.index_select(0, ids[0].index_select(0, places))
+                if module.scale is not None:
+                    own.mul_(torch.tensor(module.scale, dtype=own.dtype).item())
+                rows.index_copy_(0, places, own)
+
+    def _head_table(self, base: Ops) -> Ops:
+        """`base`, with products that give the rows of adapters with a head of their own that head's logits."""
+
+        def own(x: torch.Tensor, logits: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            for number, weight in self._whole[HEAD].items():
+                if self._token_adapters is None:
+                    break
+                if (places := self._places(self._of_logits, number)) is not None:
+                    made = functional.linear(norm(x.index_select(0, places)), weight)
+                    logits.index_copy_(0, places, made.to(logits.dtype))
+            return logits
+
+        def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return own(x, base.linear(x, weight, bias), lambda rows: rows)
+
+        def norm_linear(
+            x: torch.Tensor,
+            gain: torch.Tensor,
+            eps: float,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            logits = base.norm_linear(x, gain, eps, weight, bias)
+            return own(x, logits, lambda rows: base.rms_norm(rows, gain, eps))
+
+        return dataclasses.replace(base, linear=linear, norm_linear=norm_linear)
 
     def _has_gains(self, name: str) -> bool:
         return self._token_adapters is not None and name in self._stacks and self._stacks[name].gains is not None
@@ -181,7 +263,7 @@ class AdapterBank:
     def _restack(self, names: set[str]) -> None:
         """Stack the factors of these layers anew. Layers with equal columns share one Columns."""
         known = {self._signature(stack.columns): stack.columns for stack in self._stacks.values()}
-        for name in names:
+        for name in sorted(names):  # all ranks in the same order
             self._stacks.pop(name, None)
             parts = self._parts[name]
             downs, ups, adapters, scaling = [], [], [], []
@@ -241,9 +323,56 @@ class AdapterBank:
                 columns = plain
             change = torch.mm(down[:, begin : begin + count].t(), up.t()).mul_(factors.scaling)
             squares += columns[:, first : first + len(up)].add(change).square_().sum(0)
+        if linear.held is not None and linear.held.inputs is not None and self._communicator is not None:
+            squares = self._communicator.all_reduce(squares)  # of the rest of each row
         assert factors.magnitude is not None
         return (factors.magnitude.to(self.device).float() / squares.sqrt_()).cpu()
 
     @staticmethod
     def _signature(columns: Columns) -> tuple[tuple[int, ...], tuple[float, ...]]:
         return tuple(columns.adapters.tolist()), tuple(columns.scaling.tolist())
+
+
+# -- adapters by name --------------------------------------------------------------------------------------------------
+
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+class AdapterFolder:
+    """`read` may be called from any thread; `add` and `remove` between steps, in the thread that runs them."""
+
+    def __init__(
+        self, folder: Path, model: nn.Module, targets: Mapping[str, Any], bank: AdapterBank, *, max_rank: int
+    ) -> None:
+        self.bank = bank
+        self._folder, self._model, self._targets, self._max_rank = folder, model, targets, max_rank
+
+    def load_all(self) -> None:
+        """Load every adapter in the folder. Raises ConfigError for one that cannot be used."""
+        for path in sorted(self._folder.iterdir()):
+            if (path / CONFIG).is_file():
+                try:
+                    self.bank.add(self.read(path.name))
+                except InferEngineError as error:
+                    raise ConfigError("model.adapters", error.message) from None
+
+    def names(self) -> dict[str, int]:
+        """Return the number of each loaded adapter."""
+        return {adapter.name: number for number, adapter in self.bank.adapters.items()}
+
+    def add(self, adapter: Adapter) -> int:
+        """Add an adapter between steps. Returns its number, which requests carry."""
+        return self.bank.add(adapter)
+
+    def remove(self, number: int) -> None:
+        """Remove an adapter that no sequence uses, between steps."""
+        self.bank.remove(number)
+
+    def read(self, name: str) -> Adapter:
+        """Read and check an adapter into host memory. Raises InferEngineError."""
+        if not NAME.fullmatch(name) or not (self._folder / name / CONFIG).is_file():
+            raise InferEngineError("not_found", "there is no adapter of that name in model.adapters", field="name")
+        folder = self._folder / name
+        bank = self.bank
+        return read_adapter(folder, name, self._model, self._targets, max_rank=self._max_rank, dtype=bank.dtype)

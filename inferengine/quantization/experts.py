@@ -13,19 +13,24 @@ import torch
 from inferengine.errors import ConfigError
 from inferengine.kernels.experts import E2M1, MX_GROUP, ExpertCodes
 from inferengine.kernels.ops import Ops
-from inferengine.quantization.schemes import fp8_blocks, fp8_per_channel, fp8_per_tensor
+from inferengine.layers.parallel import Span
+from inferengine.quantization.schemes import fp8_blocks, fp8_per_channel, fp8_per_tensor, int4_groups, int8_per_channel
 from inferengine.quantization.stored import StoredWeight
-from inferengine.quantization.weight import FP8, QuantizedWeight
+from inferengine.quantization.weight import QuantizedWeight
 
 PIECE = 1 << 14  # rows that are rounded together: a whole layer's experts as fp32 would take gigabytes
 GROUP = 128  # columns that the CUDA kernels let share a scale
+SMALLEST_GROUP = 32  # of INT4: the columns of one product of the tensor cores
 
 
 def _in_pieces(make: Callable[[torch.Tensor], QuantizedWeight]) -> Callable[[torch.Tensor], ExpertCodes]:
     def codes(weight: torch.Tensor) -> ExpertCodes:
         made = [expert_codes(make(piece)) for piece in weight.split(PIECE)]
-        joined = torch.cat([piece.codes.view(torch.uint8) for piece in made]).view(torch.float8_e4m3fn)
-        return made[0]._replace(codes=joined, scales=torch.cat([piece.scales for piece in made]))
+        joined = torch.cat([piece.codes.view(torch.uint8) for piece in made]).view(made[0].codes.dtype)
+        zeros = [piece.zeros for piece in made if piece.zeros is not None]
+        return made[0]._replace(
+            codes=joined, scales=torch.cat([piece.scales for piece in made]), zeros=torch.cat(zeros) if zeros else None
+        )
 
     return codes
 
@@ -35,6 +40,9 @@ EXPERT_CODES: dict[str, Callable[[torch.Tensor], ExpertCodes]] = {
     "fp8": _in_pieces(fp8_per_channel),
     "fp8_tensor": _in_pieces(fp8_per_tensor),
     "fp8_block": _in_pieces(fp8_blocks),
+    "int8": _in_pieces(int8_per_channel),
+    "int8_w8a8": _in_pieces(int8_per_channel),  # inputs of experts are not rounded
+    "int4": _in_pieces(int4_groups),
 }
 
 
@@ -58,21 +66,21 @@ _MIDDLES = tuple((low + high) / 2 for low, high in pairwise(E2M1))
 
 
 def expert_codes(weight: QuantizedWeight) -> ExpertCodes:
-    """FP8 codes with scales of rows, of their groups of columns or of squares, as experts' products read them. Raises
-    ConfigError for others."""
-    if weight.kind != FP8:
-        raise ConfigError(
-            "model.path", f"experts in {weight.kind} are not supported; FP8, MXFP4 and unquantized ones are"
-        )
+    """Codes with scales of rows, of their groups of columns or of squares, as experts' products read them."""
+    group = min(weight.block.columns, weight.shape[1])
+    if weight.zeros is not None:
+        codes = weight.codes[:, ::2] | (weight.codes[:, 1::2] << 4)
+        return ExpertCodes(codes, weight.scales, group, zeros=weight.zeros)
     scales = weight.scales.repeat_interleave(weight.block.rows, 0)[: weight.shape[0]]
-    return ExpertCodes(weight.codes, scales, min(weight.block.columns, weight.shape[1]), weight.block.rows)
+    return ExpertCodes(weight.codes, scales, group, weight.block.rows)
 
 
 class StoredExperts:
     """What an ExpertLinear holds while a checkpoint in MXFP4 is read: `blocks` [experts, rows, K / 32, 16] uint8 and
-    `scales` [experts, rows, K / 32] uint8."""
+    `scales` [experts, rows, K / 32] uint8, of which it keeps those of the experts in `held`."""
 
-    def __init__(self, name: str, num_experts: int, rows: int, in_features: int, device: torch.device) -> None:
+    def __init__(self, name: str, held: Span, rows: int, in_features: int, device: torch.device) -> None:
+        num_experts, self.held = held.whole, held
         groups = in_features // MX_GROUP
         self.name, self.device = name, device
         self.shapes = {"blocks": (num_experts, rows, groups, MX_GROUP // 2), "scales": (num_experts, rows, groups)}
@@ -94,7 +102,7 @@ class StoredExperts:
             raise ConfigError(
                 "model.path", f"the tensor {name} is {found} where {list(self.shapes[suffix])} as torch.uint8 is due"
             )
-        self.tensors[suffix] = tensor
+        self.tensors[suffix] = tensor[self.held.begin : self.held.end]
 
     def missing(self) -> str | None:
         """Return the name of a tensor that has not come."""
@@ -113,7 +121,12 @@ def with_expert_codes(base: Ops) -> Ops:
 
     def ready(source: Any) -> Any:
         if isinstance(source, StoredWeight):
-            return expert_codes(source.assemble())
+            weight = expert_codes(source.assemble())
+            if source.order is not None:
+                raise ConfigError(
+                    "model.path", f"{source.names[0]}: experts with reordered inputs (desc_act) are not supported"
+                )
+            return weight
         return source.assemble() if isinstance(source, StoredExperts) else source
 
     def pack_experts(gate_up: Any, down: Any, *rest: Any, **options: Any) -> Any:
@@ -127,7 +140,9 @@ def with_expert_codes(base: Ops) -> Ops:
 
 
 def _check_groups(weight: ExpertCodes) -> None:
-    if not weight.is_mxfp4 and weight.group not in (GROUP, weight.codes.shape[1]):
+    if weight.is_mxfp4 or weight.group in (GROUP, weight.columns):
+        return
+    if weight.zeros is None or weight.group % SMALLEST_GROUP:
         raise ConfigError(
             "model.path", f"experts in blocks of {weight.group} columns are not supported on CUDA; {GROUP} are"
         )

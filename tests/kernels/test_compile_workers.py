@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from inferengine.kernels.cuda.compile_workers import describe, is_literal
+from inferengine.kernels.cuda.compilation import describe, is_literal
 from tests.kernels.compiler_process import compiler_process
 
 # What triton.runtime.jit hands to AsyncCompileMode, for a card that is not there.
@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from inferengine.kernels.cuda.compilation import _Pool
-from inferengine.kernels.cuda.compile_workers import CompileWorkers
+from inferengine.kernels.cuda.compilation import CompileWorkers
 from inferengine.kernels.cuda.gemm.dense_small_m import _gemv_kernel as kernel
 
 target = GPUTarget("cuda", 90, 32)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from inferengine.kernels import cpu
 from inferengine.kernels.batch import Batch, StepColumns
-from inferengine.kernels.cpu import attention
 from tests.kernels.builders import PagedCase, make_paged_case, reference_attention, relative_error, tolerance
 
 SHAPES = [(6, 2, 16, 16, None, None), (4, 4, 8, 4, 9, None), (4, 1, 8, 8, 70, 20.0)]
@@ -44,8 +44,8 @@ def test_every_kind_of_row_equals_the_definition(rows, heads, kv_heads, head_dim
     case = make_paged_case(row_lens, counts, kv_heads, head_dim, block_size, torch.float32, torch.device("cpu"))
     num_decodes = next((index for index, count in enumerate(counts) if count > 1), len(counts))
     batch = batch_of(case, num_decodes)
-    batch.plans = [attention.prepare_attention(batch, 0, case.kv, window)]
+    batch.plans = [cpu.prepare_attention(batch, 0, case.kv, window)]
     q = torch.randn(sum(counts), heads, head_dim)
-    out = attention.attention(q, case.kv, batch, 0, 0.2, window, softcap)
+    out = cpu.attention(q, case.kv, batch, 0, 0.2, window, softcap)
     expected = reference_attention(q, case, 0.2, window, softcap)
     assert relative_error(out, expected) < tolerance(torch.float32)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from inferengine.kernels import cpu
 from inferengine.kernels.batch import Batch, StepColumns
-from inferengine.kernels.cpu import attention, decode_kv_cache
-from inferengine.kernels.cpu.decode_kv_cache import MIN_EQUAL_STEPS, DecodeKvCache
+from inferengine.kernels.cpu import MIN_EQUAL_STEPS, DecodeKvCache
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_BLOCKS = 4, 2, 8, 4, 64
 
@@ -48,7 +48,7 @@ class Case:
         batch.block_tables, batch.decode_kv_cache = [self.tables], decode_kv_cache
         if decode_kv_cache is not None:
             decode_kv_cache.begin(batch.columns, admitted)
-        batch.plans = [attention.prepare_attention(batch, 0, self.kv, window)]
+        batch.plans = [cpu.prepare_attention(batch, 0, self.kv, window)]
         return batch
 
     def step(
@@ -60,7 +60,7 @@ class Case:
         qkv = torch.randn(sum(counts.values()), (HEADS + 2 * KV_HEADS) * HEAD_DIM)
         kept = self.batch(counts, self.decode_kv_cache, list(admitted))
         found, expected = (
-            attention.attention_qkv(
+            cpu.attention_qkv(
                 qkv.clone(), None, None, 1e-6, None, self.kv, batch, 0, HEADS, KV_HEADS, 0.3, None, softcap
             )
             for batch in (kept, self.batch(counts, None, []))
@@ -137,7 +137,7 @@ def test_a_step_outside_the_copy_replaces_what_wrong_guesses_left_there(between,
     assert case.step({1: 1, 2: 1, 0: 12})
     case.starts[0] -= 11  # all draft tokens were rejected, and the copy has their keys
     if len(between) == 1:
-        monkeypatch.setattr(decode_kv_cache, "RAGGED", 0.0)  # nothing with a second row lies side by side
+        monkeypatch.setattr(cpu, "RAGGED", 0.0)  # nothing with a second row lies side by side
         between = {1: 1, **between} if between[0] == 1 else between
     case.step(between)
     if between[0] > 12:
@@ -247,7 +247,7 @@ def test_rows_of_very_unequal_length_are_not_copied():
 
 
 def test_what_is_too_large_is_not_copied(monkeypatch):
-    monkeypatch.setattr(decode_kv_cache, "MAX_COPY_BYTES", 1000)
+    monkeypatch.setattr(cpu, "MAX_COPY_BYTES", 1000)
     case = Case([12, 15])
     assert not any(case.step() for _ in range(6))
 
@@ -264,7 +264,7 @@ def test_what_lies_behind_a_newcomer_may_be_no_number():
     case.starts[4] = 9
     kept = case.batch(dict.fromkeys(range(5), 1), case.decode_kv_cache, [4])
     queries = torch.randn(5, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    out = attention.attention_qkv(queries, None, None, 1e-6, None, case.kv, kept, 0, HEADS, KV_HEADS, 0.3)
+    out = cpu.attention_qkv(queries, None, None, 1e-6, None, case.kv, kept, 0, HEADS, KV_HEADS, 0.3)
     assert kept.plans[0].kv_copy is not None
     assert out.isfinite().all()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inferengine.kernels.cuda.sampling import logprobs
-from inferengine.kernels.reference import sampling as reference
+from inferengine.kernels.reference import ops as reference
 
 VOCAB = 3000
 

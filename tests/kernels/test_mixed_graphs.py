@@ -12,11 +12,18 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from inferengine.core.step_plan import StepPlan
-from inferengine.executor.batch import columns_of, make_batch
-from inferengine.executor.cuda_graphs.decode import SLOW_TOKENS, graphs_to_capture, padded_sizes
-from inferengine.executor.cuda_graphs.mixed import MixedGraphs, MixedShape, shapes_to_capture, without_slow
-from inferengine.executor.sampling.sampler import StepDraws
+from inferengine.core.executor import StepPlan
+from inferengine.executor.cuda_graphs import (
+    SLOW_TOKENS,
+    MixedGraphs,
+    MixedShape,
+    graphs_to_capture,
+    padded_sizes,
+    shapes_to_capture,
+    without_slow,
+)
+from inferengine.executor.sampler import StepDraws
+from inferengine.executor.slots import columns_of, make_batch
 from inferengine.kernels import ops
 from inferengine.kernels.cuda import table
 from inferengine.kernels.ops import Ops
@@ -102,7 +109,7 @@ def plan(decodes: int, *chunks: int) -> StepPlan:
 
 
 def test_the_smallest_shape_with_room_is_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inferengine.executor.cuda_graphs.mixed.PROMPT_ROWS", 2)
+    monkeypatch.setattr("inferengine.executor.cuda_graphs.PROMPT_ROWS", 2)
     executor = engine.executor
     shapes = [MixedShape(0, 8), MixedShape(4, 8), MixedShape(0, 32), MixedShape(4, 32)]
     mixed = MixedGraphs(executor.model, executor.ops, executor.slots, executor.kv.group_caches, shapes)

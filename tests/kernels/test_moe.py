@@ -12,9 +12,16 @@ from inferengine.kernels.cuda.moe import mixture as experts
 from inferengine.kernels.cuda.moe.routing import choose_experts, group_pairs
 from inferengine.kernels.experts import ExpertCodes, Gating, Routing, mxfp4_numbers
 from inferengine.kernels.reference import moe as reference
-from inferengine.quantization.experts import EXPERT_CODES, mxfp4_codes
+from inferengine.quantization.experts import EXPERT_CODES, expert_codes, mxfp4_codes
+from inferengine.quantization.schemes import int4_groups
 
-MAKE = {"numbers": None, "mxfp4": mxfp4_codes, **EXPERT_CODES}
+MAKE = {
+    "numbers": None,
+    "mxfp4": mxfp4_codes,
+    **EXPERT_CODES,
+    "int4 by 32": lambda weight: expert_codes(int4_groups(weight, 32)),
+    "int4 by 96": lambda weight: expert_codes(int4_groups(weight, 96)),
+}
 NUM_EXPERTS, CHOSEN = 4, 2
 PLAIN, CLAMPED = Gating("silu"), Gating("swiglu_clamped", 1.702, 3.0)
 FEW, SOME = 2, 33  # tokens: pairs by themselves, pairs grouped by expert
@@ -44,7 +51,8 @@ def compare(
 
     def moved(value: Any) -> Any:
         if isinstance(value, ExpertCodes):
-            return value._replace(codes=value.codes.to(device), scales=value.scales.to(device))
+            zeros = None if value.zeros is None else value.zeros.to(device)
+            return value._replace(codes=value.codes.to(device), scales=value.scales.to(device), zeros=zeros)
         return None if value is None else value.to(device, dtype, copy=True)
 
     x, logits, residual = torch.randn(tokens, width), torch.randn(tokens, NUM_EXPERTS), torch.randn(tokens, width)
@@ -63,7 +71,7 @@ def compare(
     torch.testing.assert_close(normed.float(), again.float() * scale * 2.0, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["numbers", "fp8", "fp8_block", "mxfp4"])
+@pytest.mark.parametrize("kind", ["numbers", "fp8", "fp8_block", "mxfp4", "int8", "int4 by 32"])
 @pytest.mark.parametrize("tokens", [FEW, SOME])
 def test_every_number_format_few_and_some_tokens(kind, tokens, device):
     compare(device, tokens, kind)
@@ -79,6 +87,11 @@ def test_biases_rows_in_turn_and_the_clamped_gate(kind, tokens, device):
 def test_sizes_that_are_no_multiple_of_a_tile(device):
     for tokens in (FEW, SOME):
         compare(device, tokens, inner=20, width=40, dtype=torch.float16, tolerance=3e-3, renormalized=False)
+
+
+@pytest.mark.parametrize(("kind", "width"), [("int4", 160), ("int4 by 96", 192)])
+def test_groups_that_a_word_of_codes_does_not_hold(kind, width, device):
+    compare(device, FEW, kind, inner=40 if kind == "int4" else 96, width=width, bias=True)
 
 
 def test_squares_of_scales_that_a_tile_shares(device):
@@ -107,6 +120,34 @@ def test_all_tokens_of_one_expert_fit_the_grid(device):
     assert starts.tolist() == [0, 0, SOME, SOME, 2 * SOME]
     assert order.tolist() == [*range(1, 2 * SOME, 2), *range(0, 2 * SOME, 2)]
     assert float(weights.sum(-1).sub(1).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("numbers", 1), ("numbers", SOME), ("mxfp4", FEW), ("mxfp4", SOME)])
+def test_what_ranks_make_of_their_own_experts_sums_to_what_all_make(kind, tokens, device):
+    """Of four experts one rank has the first, another the other three. The first token takes none of the first's."""
+    inner, width, gating = 32, 64, PLAIN
+    weights: list[Any] = [torch.randn(NUM_EXPERTS, 2 * inner, width), torch.randn(NUM_EXPERTS, width, inner)]
+    x, logits = torch.randn(tokens, width), torch.randn(tokens, NUM_EXPERTS)
+    logits[0, 0] = -9.0
+
+    def made(module: Any, place: torch.device, held: tuple[int, int] | None) -> torch.Tensor:
+        first, count = held or (0, NUM_EXPERTS)
+        parts = [(MAKE[kind] or torch.clone)(weight[first : first + count].flatten(0, 1)) for weight in weights]
+        if kind == "mxfp4":
+            parts = [part._replace(codes=part.codes.to(place), scales=part.scales.to(place)) for part in parts]
+        else:
+            parts = [part.to(place) for part in parts]
+        packed = module.pack_experts(*parts, None, None, count, gating, interleaved=False)
+        add = module.add_experts if module is reference else module.MoeKernels().add_experts
+        routing, out = Routing(CHOSEN, True, held), torch.zeros(tokens, width, device=place)
+        return add(x.to(place), logits.to(place), routing, packed, out).cpu()
+
+    cpu = torch.device("cpu")
+    whole = made(reference, cpu, None)
+    for module, place in ((reference, cpu), (experts, device)):
+        one, other = (made(module, place, held) for held in ((0, 1), (1, 3)))
+        torch.testing.assert_close(one + other, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+        assert not one[0].any()
 
 
 def test_experts_are_chosen_where_scores_are_nan(device):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from inferengine.kernels.cuda.sampling.sample import CANDIDATES, sample
-from inferengine.kernels.reference import sampling as reference
-from inferengine.kernels.reference.sampling import ALLOWED, BIAS, FILTER, MIN_TOKENS, PENALTY, RANDOM
+from inferengine.kernels.reference import ops as reference
+from inferengine.kernels.reference.ops import ALLOWED, BIAS, FILTER, MIN_TOKENS, PENALTY, RANDOM
 
 VOCAB = 5000
 

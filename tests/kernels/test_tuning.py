@@ -23,9 +23,20 @@ from inferengine.kernels.cuda.dispatch import (
 )
 from inferengine.kernels.cuda.tuning import measured_table as table
 from inferengine.kernels.cuda.tuning.measured_table import ROWS, Entry, Environment, MeasuredTable
-from inferengine.kernels.cuda.tuning.search import Plan, TunedProduct, plans, search, slow_rows, step_seconds
-from inferengine.kernels.cuda.tuning.space import configurations, preferred, splits_worth_trying, takes
-from inferengine.kernels.cuda.tuning.timer import CYCLES_PER_S, StreamTimer
+from inferengine.kernels.cuda.tuning.search import (
+    CYCLES_PER_S,
+    Plan,
+    StreamTimer,
+    TunedProduct,
+    configurations,
+    plans,
+    preferred,
+    search,
+    slow_rows,
+    splits_worth_trying,
+    step_seconds,
+    takes,
+)
 
 DENSE = Operands.DENSE
 HERE = Environment("NVIDIA H200", "2.11.0", "3.6.0", "abc")

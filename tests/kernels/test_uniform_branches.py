@@ -18,7 +18,7 @@ class Card:
 
 driver.set_active(Card())
 from inferengine.kernels.cuda.sampling import sample
-from inferengine.kernels.reference.sampling import FILTER, RANDOM
+from inferengine.kernels.reference.ops import FILTER, RANDOM
 
 class Compiled:
     def __init__(self, kernel): self.kernel = kernel

@@ -20,7 +20,7 @@ def compile_nothing(self, key, *arguments, **options):
 JITFunction._do_compile = compile_nothing
 
 from inferengine.kernels.cuda.sampling import logits as masks, logprobs, sample as sampling
-from inferengine.kernels.reference import sampling as needs_of
+from inferengine.kernels.reference import ops as needs_of
 
 for module in (logprobs, sampling, masks):
     module.supports_pdl = lambda device: True

@@ -28,10 +28,12 @@ def write_adapter(
     dora: bool = False,
     ranks: dict[str, int] | None = None,
     alphas: dict[str, float] | None = None,
+    whole: Sequence[str] = (),
     **config: Any,
 ) -> Any:
     """Write random factors for every module whose name ends in one of `targets`. `ranks` and `alphas` are those of
-    modules that differ, by the ends of their names. Returns the merged model."""
+    modules that differ, by the ends of their names; `whole` are those whose weights are replaced, of the embedding and
+    the head. Returns the merged model."""
     generator = torch.Generator().manual_seed(seed)
     merged = copy.deepcopy(model)
     usual = (rank, alpha)
@@ -59,12 +61,18 @@ def write_adapter(
             tensors[f"base_model.model.{name}.lora_magnitude_vector"] = magnitude
         tensors[f"base_model.model.{name}.lora_A.weight"] = down
         tensors[f"base_model.model.{name}.lora_B.weight"] = up
+    for name, module in list(merged.named_modules()):
+        if name.rpartition(".")[2] in whole:
+            changed = module.weight.data + 0.3 * torch.randn(module.weight.shape, generator=generator)
+            module.weight = torch.nn.Parameter(changed)  # its own, though it was tied
+            tensors[f"base_model.model.{name}.weight"] = changed
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     values = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": usual[0], "lora_alpha": usual[1],
         "target_modules": list(targets),
-        "bias": "none", "use_rslora": rslora, "use_dora": dora, "modules_to_save": None, "lora_dropout": 0.05,
+        "bias": "none", "use_rslora": rslora, "use_dora": dora, "lora_dropout": 0.05,
+        "modules_to_save": list(whole) or None,
         "rank_pattern": ranks or {}, "alpha_pattern": alphas or {}, "init_lora_weights": True, **config,
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(values))

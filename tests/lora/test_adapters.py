@@ -14,7 +14,7 @@ from inferengine.kernels import ops
 from inferengine.kernels.reference import ops as reference
 from tests.executor.engine import Engine
 from tests.lora.adapters import GPT2_TARGETS, LLAMA_TARGETS, write_adapter
-from tests.models.checkpoints import FAMILIES, greedy_reference, make_model, model_of, save
+from tests.models.checkpoints import FAMILIES, greedy_reference, logits_reference, make_model, model_of, save
 from tests.models.families import CASES
 
 PROMPTS = [[5, 9, 200, 31, 7], [77, 3] * 9, [11, 250, 4]]
@@ -71,6 +71,57 @@ def test_ranks_and_lengths_may_be_set_for_each_module(family: str, values: dict[
     engine = make_engine(checkpoint, tmp_path / "adapters")
     for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, 16, adapter=1), strict=True):
         assert output == greedy_reference(merged, prompt, output)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "whole"),
+    [
+        ("llama", ("q_proj",), ("lm_head", "embed_tokens")),
+        ("gemma3", ("up_proj",), ("embed_tokens", "lm_head")),  # rows times a factor
+        ("qwen3", ("q_proj",), ("embed_tokens",)),  # tied: the head keeps the model's own weight
+        ("gemma3-softcap", (), ("lm_head",)),
+        ("gpt2", ("c_attn",), ("wte", "lm_head")),
+        ("cohere", (), ("lm_head",)),  # a norm with means, and a factor of the logits
+    ],
+)
+def test_an_adapter_may_bring_an_embedding_and_a_head(
+    family: str, targets: tuple[str, ...], whole: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = make_model(family) if family in FAMILIES else model_of(CASES[family].config, CASES[family].values)
+    checkpoint = save(model, tmp_path / "model")
+    merged = write_adapter(tmp_path / "adapters" / "pirate", model, targets=targets, whole=whole)
+    engine = make_engine(checkpoint, tmp_path / "adapters", budget=9)
+    rows = [(1, merged), (0, model), (1, merged)]
+    uids = [engine.submit(prompt, 16, adapter=of) for prompt, (of, _) in zip(PROMPTS, rows, strict=True)]
+    engine.run()
+    for prompt, uid, (_, expected) in zip(PROMPTS, uids, rows, strict=True):
+        assert engine.outputs[uid] == greedy_reference(expected, prompt, engine.outputs[uid])
+    engine.executor.adapters.remove(1)
+    assert not any(engine.executor.adapters.bank._whole.values())
+
+
+def test_a_prompts_logprobs_are_of_the_adapters_own_head(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    model, checkpoint = llama
+    merged = write_adapter(tmp_path / "adapters" / "a", model, targets=(), whole=("lm_head",))
+    engine = make_engine(checkpoint, tmp_path / "adapters", budget=9)
+    uids = {engine.submit(PROMPTS[1], 1, adapter=of, prompt_logprobs=0): what for of, what in ((1, merged), (0, model))}
+    engine.run()
+    for uid, of in uids.items():
+        ids = torch.tensor(PROMPTS[1][1:])[:, None]
+        expected = logits_reference(of, PROMPTS[1])[:-1].log_softmax(-1).gather(1, ids)[:, 0]
+        found = torch.tensor([item.logprob for item in engine.prompt_logprobs[uid] if item is not None])
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_an_embedding_may_be_the_head_too(tmp_path: Path) -> None:
+    model = make_model("qwen3")
+    merged = write_adapter(
+        tmp_path / "adapters" / "a", model, targets=(), whole=("embed_tokens",), ensure_weight_tying=True
+    )
+    merged.lm_head.weight = merged.model.embed_tokens.weight
+    engine = make_engine(save(model, tmp_path / "model"), tmp_path / "adapters")
+    (output,) = engine.generate(PROMPTS[:1], 16, adapter=1)
+    assert output == greedy_reference(merged, PROMPTS[0], output)
 
 
 def test_lengths_of_one_adapter_leave_other_rows_alone(llama: tuple[Any, Path], tmp_path: Path) -> None:
@@ -188,7 +239,12 @@ def test_an_adapter_beside_quantized_weights(llama: tuple[Any, Path], tmp_path: 
         ({"rank_pattern": {"q_proj": 65}}, "r = 65 is not supported: at most 64"),
         ({"rank_pattern": {"q_proj": 3}}, "has shape [4, 48] where [3, 48] is due"),
         ({"bias": "all"}, "bias = all is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save names the head, of which adapter_model.safetensors has no"),
+        (
+            {"modules_to_save": ["norm"]},
+            "modules_to_save has 'norm', which is not supported: embed_tokens, lm_head are",
+        ),
+        ({"modules_to_save": "lm_head"}, "modules_to_save must be a list of names"),
         ({"alpha_pattern": {"q_proj": "4"}}, "q_proj must be a positive number"),
         ({"peft_type": "IA3"}, "peft_type = IA3"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"),

@@ -198,19 +198,29 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], QuantizedWeigh
 }
 
 
-def write(model: Any, layout: str, folder: Path, *, plain: tuple[str, ...] = (), **config: Any) -> Any:
-    """Write the checkpoint; modules whose name ends in one of `plain` stay floats. Returns the model that it equals."""
-    values, to_codes, to_tensors = LAYOUTS[layout]
+def write(
+    model: Any,
+    layout: str,
+    folder: Path,
+    *,
+    plain: tuple[str, ...] = (),
+    other: tuple[str, str] | None = None,
+    **config: Any,
+) -> Any:
+    """Write the checkpoint; modules whose name ends in one of `plain` stay floats. `other`: a layout and the end of
+    the names of modules in it. Returns the model that it equals."""
+    values = LAYOUTS[layout][0]
     save(model, folder)
     tensors, same = load_file(folder / "model.safetensors"), copy.deepcopy(model)
     for name, module in same.named_modules():
         kept = any(name.endswith(f".{each}") for each in plain)
         if not isinstance(module, torch.nn.Linear) or name == "lm_head" or kept:
             continue
-        codes = to_codes(module.weight.data)
+        _, make, store = LAYOUTS[other[0]] if other is not None and name.endswith(other[1]) else LAYOUTS[layout]
+        codes = make(module.weight.data)
         module.weight.data = dequantize(codes)
         del tensors[f"{name}.weight"]
-        stored = to_tensors(codes)
+        stored = store(codes)
         if module.bias is not None:
             stored.pop("bias", None)
         tensors |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in stored.items()}

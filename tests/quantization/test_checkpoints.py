@@ -85,6 +85,45 @@ def test_parts_of_one_projection_must_agree(tmp_path: Path) -> None:
         Engine(tmp_path)
 
 
+def mixed(named: str) -> dict[str, Any]:
+    """Groups of a checkpoint whose modules of one name are INT4, and all others FP8."""
+    groups = [LAYOUTS[layout][0]["config_groups"]["group_0"] for layout in ("compressed-int4", "compressed-fp8")]
+    return {
+        "group_0": {**groups[0], "format": "pack-quantized", "targets": [f"re:.*{named}$"]},
+        "group_1": {**groups[1], "format": "float-quantized"},
+    }
+
+
+def test_two_layouts_in_one_checkpoint(tmp_path: Path) -> None:
+    same = write(
+        make_model("llama", **SHAPES),
+        "compressed-fp8",
+        tmp_path,
+        other=("compressed-int4", "down_proj"),
+        format="mixed-precision",
+        config_groups=mixed("down_proj"),
+    )
+    dry_run(tmp_path)
+    engine = Engine(tmp_path)
+    for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, 12), strict=True):
+        assert output == greedy_reference(same, prompt, output)
+    kinds = {str(layer.mlp.down.packed.weight.kind) for layer in engine.executor.model.layers}
+    assert kinds == {"int4"}
+
+
+def test_targets_that_leave_modules_as_they_are(tmp_path: Path) -> None:
+    groups = LAYOUTS["compressed-fp8"][0]["config_groups"]["group_0"]
+    same = write(
+        make_model("llama", **SHAPES),
+        "compressed-fp8",
+        tmp_path,
+        plain=("o_proj",),
+        config_groups={"group_0": {**groups, "targets": ["re:.*[qkv]_proj", "re:.*mlp.*"]}},
+    )
+    for prompt, output in zip(PROMPTS, Engine(tmp_path).generate(PROMPTS, 12), strict=True):
+        assert output == greedy_reference(same, prompt, output)
+
+
 def int4_groups_of(size: Any) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size}
     return {"group_0": {"targets": ["Linear"], "weights": weights}}
@@ -101,7 +140,13 @@ def int4_groups_of(size: Any) -> dict[str, Any]:
         ("fp8-blocks", {"weight_block_size": [128]}, "weight_block_size"),
         ("fp8-blocks", {"rotation": "hadamard"}, "rotation = hadamard is not supported"),
         ("compressed-fp8", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-        ("compressed-fp8", {"config_groups": {}}, "config_groups must hold one group"),
+        ("compressed-fp8", {"config_groups": {}}, "config_groups must hold a group"),
+        ("compressed-fp8", {"format": "marlin-24"}, "format = 'marlin-24' is not supported"),
+        (
+            "compressed-fp8",
+            {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config.format = 'sparse-24-bitmask' is not supported",
+        ),
         ("gptq", {"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported: its blocks of 64 weights"),
         ("gptq", {"quant_method": "modelopt"}, "'modelopt' is not supported: the nearest that is: compressed-tensors"),
         (
@@ -113,6 +158,11 @@ def int4_groups_of(size: Any) -> dict[str, Any]:
         ("gptq", {"group_size": 0}, "group_size must be at least 1, or -1; got 0"),
         ("awq", {"modules_to_not_convert": ["re:("]}, "'(' is not a valid pattern"),
         ("compressed-fp8", {"config_groups": {"group_0": 1}}, "config_groups.group_0 must be an object"),
+        (
+            "compressed-fp8",
+            {"config_groups": mixed("q_proj")},
+            "q_proj, model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj: each has a layout of its own",
+        ),
         ("compressed-int4", {"config_groups": int4_groups_of("32")}, "group_size must be a whole number; got '32'"),
     ],
 )

@@ -106,6 +106,17 @@ class W4TileConfig(NamedTuple):
     num_stages: int
 
 
+class BlockTileConfig(NamedTuple):
+    """gemm/block_tiles.py: tiles of rows of x (1: on the vector units) and of weight rows; `splits` programs share the
+    inner dimension."""
+
+    block_m: int
+    block_n: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
 class StreamConfig(NamedTuple):
     """gemm/w8a8_stream_hopper.py: rows of x, weight rows (as many of gate as of up) and columns of a step, parts of the
     inner dimension, warps, and steps in the ring. `block_k` is at least 128. Shared memory that the ring leaves free is
@@ -176,6 +187,9 @@ class Operands(StrEnum):
     W4_SMALL_GROUPS = "4-bit codes in groups of 16 columns"
     W4_FP32 = "4-bit codes, fp32 inputs"
     W4_EXACT = "4-bit codes, deterministic"
+    BLOCK_NIBBLES = "block formats of GGUF files, of 4 bits"
+    BLOCK_CODES = "block formats of GGUF files, of more bits"
+    BLOCK_CODES_EXACT = "block formats of GGUF files, deterministic"
 
 
 class Product(StrEnum):
@@ -198,6 +212,7 @@ class Kernel(StrEnum):
     W8_TILE = "w8.tile_product"
     W4_SMALL_M = "w4_small_m"
     W4_TILE = "w4_tiles"
+    BLOCK_TILE = "block_tiles.block_product"
     STREAM = "w8a8_stream_hopper"
     QUANTIZE_INPUTS = "quantize the inputs, then look up codes times codes"
 
@@ -476,6 +491,17 @@ def _w4_tile() -> Iterator[Rule]:
     yield rule(Kernel.W4_TILE, W4TileConfig(128, 64, 4, 4, 3), more)
 
 
+def _block_tile(block_n: int) -> Iterator[Rule]:
+    """`block_n`: rows of the weight that a program takes of a single row's product."""
+    wide = above(16384)
+    yield rule(Kernel.BLOCK_TILE, BlockTileConfig(1, block_n, 4, 4, 2), ONE)
+    yield rule(Kernel.BLOCK_TILE, BlockTileConfig(16, 64, 8, 4, 2), Range(2, 16), width=wide)
+    yield rule(Kernel.BLOCK_TILE, BlockTileConfig(16, 64, 8, 4, 3), Range(2, 16))
+    yield rule(Kernel.BLOCK_TILE, BlockTileConfig(32, 64, 4, 4, 2), Range(17, 32))
+    yield rule(Kernel.BLOCK_TILE, BlockTileConfig(64, 128, 1, 8, 2), Range(33, 64), width=wide)
+    yield rule(Kernel.BLOCK_TILE, BlockTileConfig(64, 64, 4, 4, 2), Range(33, 64))
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 _GEMV_HOPPER = rule(Kernel.GEMV_HOPPER, None, ONE)
@@ -540,6 +566,9 @@ PRODUCTS: dict[Operands, dict[Product, tuple[Rule, ...]]] = {
     },
     Operands.W4_FP32: {Product.LINEAR: tuple(_w4_small_m(96))},
     Operands.W4_EXACT: {Product.LINEAR: (rule(Kernel.W4_SMALL_M, W4SmallMConfig(1, 4, 2)),)},
+    Operands.BLOCK_NIBBLES: {Product.LINEAR: tuple(_block_tile(32))},
+    Operands.BLOCK_CODES: {Product.LINEAR: tuple(_block_tile(16))},
+    Operands.BLOCK_CODES_EXACT: {Product.LINEAR: (rule(Kernel.BLOCK_TILE, BlockTileConfig(16, 64, 1, 4, 2)),)},
 }
 
 # More rows than this are one class, but where the number of tiles counts.

@@ -64,12 +64,18 @@ def add_experts(
 ) -> torch.Tensor:
     """residual [T, E] += scale * the weighted sum of what the experts that each token chose make of x [T, E]."""
     chosen, weights = route(logits, routing)
+    if routing.held is not None:
+        first, count = routing.held
+        chosen = chosen - first
+        chosen = chosen.masked_fill_((chosen < 0) | (chosen >= count), count)  # behind all that are there
     order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=len(experts.down))[: len(experts.down)].tolist()
+    order = order[: sum(counts)]
     tokens = order // routing.num_chosen
     rows = x.index_select(0, tokens)
     outputs = torch.empty_like(rows)
     first = 0
-    for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=len(experts.down)).tolist()):
+    for expert, count in enumerate(counts):
         if count:
             last = first + count
             bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
@@ -106,8 +112,10 @@ def regrouped(rows: Any, num_experts: int, *, interleaved: bool) -> Any:
     if rows is None:
         return None
     if isinstance(rows, ExpertCodes):
-        codes, scales = (regrouped(part, num_experts, interleaved=interleaved) for part in (rows.codes, rows.scales))
-        return rows._replace(codes=codes, scales=scales)
+        codes, scales, zeros = (
+            regrouped(part, num_experts, interleaved=interleaved) for part in (rows.codes, rows.scales, rows.zeros)
+        )
+        return rows._replace(codes=codes, scales=scales, zeros=zeros)
     size = len(rows) // num_experts
     shape = (num_experts, 2, size // 2) if interleaved else (num_experts, size // 2, 2)
     as_bytes = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
@@ -117,8 +125,10 @@ def regrouped(rows: Any, num_experts: int, *, interleaved: bool) -> Any:
 
 def _by_expert(weight: torch.Tensor | ExpertCodes, num_experts: int) -> list[Any]:
     if isinstance(weight, ExpertCodes):
-        parts = zip(weight.codes.chunk(num_experts), weight.scales.chunk(num_experts), strict=True)
-        return [weight._replace(codes=codes, scales=scales) for codes, scales in parts]
+        nothing = [None] * num_experts
+        zeros = nothing if weight.zeros is None else weight.zeros.chunk(num_experts)
+        parts = zip(weight.codes.chunk(num_experts), weight.scales.chunk(num_experts), zeros, strict=True)
+        return [weight._replace(codes=codes, scales=scales, zeros=points) for codes, scales, points in parts]
     return [pack_linear(part) for part in weight.chunk(num_experts)]
 
 

@@ -1,10 +1,13 @@
-"""The CPU ops without state: plain torch, written for few operations. Attention is kernels/cpu/attention.py.
+"""The operations in plain torch, written for few calls: what CPUs run, and the definition that every kernel is tested
+against. Attention is kernels/cpu.py, mixtures of experts are reference/moe.py.
 
-Knows nothing of models, slots or sampling.
+Fused operations are written as what they are made of.
 
-The fused ops as what they are made of: the CPU path, and what the fused kernels are tested against.
-
-Bit masks of allowed tokens in plain torch: the definition that the kernel is tested against, and the CPU path.
+Sampling, in this order: penalties, bias, masks (allowed ids, stop ids below min_tokens); then, for rows with a
+temperature, logits / T, top-k, top-p over what top-k left, min-p; then the Gumbel draw. Filters are thresholds: tokens
+that tie with the last one kept are kept too, so that the outcome does not depend on the order of a sort. Random
+numbers: docs/executor.md. Grammars' bit masks of allowed tokens and the log-probabilities of drawn tokens are here,
+too.
 """
 
 from __future__ import annotations
@@ -185,3 +188,294 @@ def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> None:
         torch.minimum(logits, bounds, out=logits)
         return
     logits.index_copy_(0, rows.long(), torch.minimum(logits.index_select(0, rows), bounds))
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+# what a step needs
+RANDOM, FILTER, PENALTY, BIAS, ALLOWED, MIN_TOKENS, LOGPROBS, BAD_WORDS, MASKED = (1 << bit for bit in range(9))
+
+
+PROCESSED = PENALTY | BIAS | ALLOWED | MIN_TOKENS
+FIRST_CANDIDATES = 256  # tried before a whole vocabulary is sorted
+NO_NUMBER = -1  # in place of an id: the winning score is NaN or infinite
+NO_TOKEN = -2  # in place of an id: every token is forbidden
+FEW = 16  # noise is made for what masks have left where that is less than a FEW-th of the vocabulary
+LEAST_SAVED = 1 << 15  # numbers that are not needed, from which on a second, smaller draw pays for itself
+_MASK = 0xFFFFFFFF
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+
+
+def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int) -> torch.Tensor:
+    """logits [N, V] of the slots `rows` [N] -> drawn ids [N] int32, also written to slots.tokens[row, position].
+
+    `positions` [N] are those of the tokens drawn; `needs` are the feature bits that some row uses. A row without a
+    finite winner gives NO_TOKEN where every score is -inf, else NO_NUMBER (and 0 in slots.tokens), and no row's numbers
+    concern another. `logits` may be overwritten.
+    """
+    scores = logits if logits.dtype == torch.float32 else logits.float()
+    if scores.is_cpu and not needs & (PROCESSED | RANDOM):
+        return _sample_greedily(scores, slots, rows, positions)
+    rows, positions = rows.long(), positions.long()
+    if needs & PROCESSED:
+        process(scores, slots, rows, positions, needs)
+    if needs & RANDOM:
+        best, ids = draw(scores, slots, rows, positions, needs)
+    else:
+        best, ids = _largest(scores)
+    ids = ids.int()
+    is_drawn = best.isfinite()
+    if not bool(is_drawn.all()):
+        slots.tokens[rows, positions] = ids.masked_fill(~is_drawn, 0)
+        return torch.where(is_drawn, ids, torch.where(best == float("-inf"), NO_TOKEN, NO_NUMBER).int())
+    slots.tokens[rows, positions] = ids
+    return ids
+
+
+def _sample_greedily(scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """As `sample` for rows of temperature 0 on the CPU, in few operations."""
+    best, drawn = (found.numpy() for found in _largest(scores))
+    ids = drawn.astype(np.int32)
+    is_drawn = np.isfinite(best)
+    if not is_drawn.all():
+        slots.tokens.numpy()[rows.numpy(), positions.numpy()] = np.where(is_drawn, ids, 0)
+        return torch.from_numpy(
+            np.where(is_drawn, ids, np.where(best == -np.inf, NO_TOKEN, NO_NUMBER).astype(np.int32))
+        )
+    slots.tokens.numpy()[rows.numpy(), positions.numpy()] = ids
+    return torch.from_numpy(ids)
+
+
+def _largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(value, id) of each row: the first of equal ones, or what is no number. numpy is ten times as fast as torch."""
+    if not scores.is_cpu:
+        best, ids = scores.max(-1)
+        return best, ids
+    values = scores.numpy()
+    places = values.argmax(1)
+    return torch.from_numpy(values[np.arange(len(places)), places]), torch.from_numpy(places)
+
+
+def process(scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int) -> None:
+    """Penalties, bias and masks, in place on scores [N, V]."""
+    if needs & PENALTY:
+        _penalize(scores, slots, rows, positions)
+    if needs & BIAS:
+        ids = slots.bias_ids[rows].long()
+        scores.scatter_add_(1, ids.clamp_min(0), slots.bias_values[rows].masked_fill(ids < 0, 0.0))
+    if needs & ALLOWED:
+        bits = slots.allowed[rows].unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=scores.device)
+        scores.masked_fill_((bits & 1).flatten(1)[:, : scores.shape[1]] == 0, float("-inf"))
+    if needs & MIN_TOKENS:
+        early = positions < slots.num_prompt[rows] + slots.min_tokens[rows]
+        ids = slots.stop_ids[rows].long().masked_fill(~early.unsqueeze(1), -1)
+        hidden = torch.zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.bool, device=scores.device)
+        hidden.scatter_(1, torch.where(ids < 0, scores.shape[1], ids), True)
+        scores.masked_fill_(hidden[:, :-1], float("-inf"))
+
+
+def draw(
+    scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(winning score, id) of each row: the argmax for rows of temperature 0, else the Gumbel draw."""
+    temperature = slots.temperature[rows].unsqueeze(1)
+    is_random = temperature > 0
+    scaled = scores / torch.where(is_random, temperature, 1.0)
+    if needs & FILTER:
+        top_k = torch.where(is_random.squeeze(1), slots.top_k[rows], 1)  # a greedy row needs no long list
+        values, ids = candidates(scaled, top_k, slots.top_p[rows], slots.min_p[rows])
+        best, place = _largest(values + gumbel(slots.seed[rows], positions, ids))
+        drawn = ids.gather(1, place.unsqueeze(1)).squeeze(1)
+    elif needs & (ALLOWED | MASKED) and scores.is_cpu:
+        best, drawn = _draw_what_is_left(scaled, slots.seed[rows], positions)
+    else:
+        best, drawn = _largest(scaled + gumbel(slots.seed[rows], positions, scores.shape[1]))
+    is_random = is_random.squeeze(1)
+    if scores.is_cpu and is_random.all():
+        return best, drawn
+    top, top_id = _largest(scores)
+    return torch.where(is_random, best, top), torch.where(is_random, drawn, top_id)
+
+
+def _draw_what_is_left(
+    scaled: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Gumbel draw of rows that masks have been applied to. The noise is most of the work: rows of few tokens get
+    no more than they need, which is the same as for the whole vocabulary."""
+    left = scaled.numpy() != -np.inf  # true for what is no number too
+    num_left = np.array([np.count_nonzero(row) for row in left])
+    is_few = num_left * FEW <= scaled.shape[1]
+    if np.count_nonzero(is_few) * scaled.shape[1] < LEAST_SAVED:
+        return _largest(scaled + gumbel(seeds, positions, scaled.shape[1]))
+    few, many = np.flatnonzero(is_few), np.flatnonzero(~is_few)
+    best, drawn = torch.empty(len(left)), torch.empty(len(left), dtype=torch.int64)
+    if len(many):
+        rows = torch.from_numpy(many)
+        noise = gumbel(seeds[rows], positions[rows], scaled.shape[1])
+        best[rows], drawn[rows] = _largest(noise.add_(scaled.index_select(0, rows)))
+    row, token = np.nonzero(left[few])
+    column = np.arange(len(row)) - np.searchsorted(row, row)
+    ids = np.zeros((len(few), max(1, num_left[few].max())), dtype=np.int64)
+    ids[row, column] = token
+    values = np.full(ids.shape, -np.inf, dtype=np.float32)
+    values[row, column] = scaled.numpy()[few[row], token]
+    rows = torch.from_numpy(few)
+    noise = gumbel(seeds[rows], positions[rows], torch.from_numpy(ids))
+    best[rows], place = _largest(noise.add_(torch.from_numpy(values)))
+    drawn[rows] = torch.from_numpy(ids[np.arange(len(few)), place.numpy()])
+    return best, drawn
+
+
+def candidates(
+    scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best tokens of every row, [N, C] values (-inf where filtered out) and ids: at least all that pass.
+
+    Tries a short list first: it suffices when every row's filters end within it. Ids are ascending among equal values.
+    """
+    vocab_size = scaled.shape[1]
+    limit = torch.where(top_k > 0, top_k, vocab_size).clamp_max(vocab_size).unsqueeze(1).long()
+    for count in (FIRST_CANDIDATES, vocab_size):
+        if count < vocab_size:
+            values, ids = scaled.topk(count, dim=-1)
+        else:
+            values, ids = scaled.sort(dim=-1, descending=True, stable=True)
+        count = values.shape[1]
+        at_k = values.gather(1, limit.clamp_max(count) - 1)
+        within_k = (limit > count) | (values >= at_k)
+        by_k = values.masked_fill(~within_k, float("-inf"))
+        # mass of what top-k leaves: of the whole vocabulary where top-k is off
+        total = torch.where(limit > count, scaled.logsumexp(-1, keepdim=True), by_k.logsumexp(-1, keepdim=True))
+        mass = (by_k - total).exp()
+        before = mass.cumsum(-1) - mass
+        first_of_ties = torch.searchsorted(-values, -values)  # ties stand or fall together
+        first_of_ties.clamp_(max=count - 1)  # NaN is in no order: its place may be behind the last one
+        kept = before.gather(1, first_of_ties) < top_p.unsqueeze(1)
+        kept &= within_k & (values - values[:, :1] >= min_p.unsqueeze(1).log())
+        kept[:, 0] = True
+        # where top-k ends behind this list, the mass that top-p is a share of is not known yet
+        goes_on = kept[:, -1] | (((limit > count) & (limit < vocab_size)).squeeze(1) & (top_p < 1.0))
+        if count == vocab_size or not bool(goes_on.any()):
+            return values.masked_fill(~kept, float("-inf")), ids
+    raise AssertionError("the whole vocabulary is always enough")
+
+
+def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
+    """Noise [N, V] for the whole vocabulary (`tokens` = V), or [N, C] for the given ids."""
+    if isinstance(tokens, int):
+        blocks = torch.arange(-(-tokens // 4), device=seeds.device).unsqueeze(0)
+    else:
+        blocks = tokens // 4
+    if seeds.is_cuda:
+        four = torch.stack(philox(seeds, positions, blocks), -1).float()
+    else:
+        four = torch.from_numpy(philox_by_numpy(seeds, positions.long(), blocks))
+    if isinstance(tokens, int):
+        words = four.flatten(1)[:, :tokens]
+    else:
+        words = four.gather(-1, (tokens % 4).long().unsqueeze(-1)).squeeze(-1)
+    uniform = words.add_(0.5).mul_(2.0**-32)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def philox(
+    seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Philox-4x32-10 (Salmon et al. 2011) with key `seeds` [N] and counter (block, position, 0, 0): four words in
+    [0, 2^32) as int64, each [N, B]. Products wrap in int64, which leaves both halves right."""
+    key0, key1 = (seeds & _MASK).unsqueeze(1), ((seeds >> 32) & _MASK).unsqueeze(1)
+    c0, c1 = blocks, positions.unsqueeze(1)
+    c2 = c3 = torch.zeros_like(c1)
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0 = ((product1 >> 32) & _MASK) ^ c1 ^ key0
+        c2 = ((product0 >> 32) & _MASK) ^ c3 ^ key1
+        c1, c3 = product1 & _MASK, product0 & _MASK
+        key0, key1 = (key0 + 0x9E3779B9) & _MASK, (key1 + 0xBB67AE85) & _MASK
+    c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1, c2, c3)  # not broadcast_shapes: it imports sympy, for seconds
+    return c0, c1, c2, c3
+
+
+def philox_by_numpy(seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor) -> np.ndarray:
+    """Return the words of `philox` for tensors on the CPU: [N, B, 4] float32, each rounded from [0, 2^32).
+
+    `seeds`, `positions` [N] int64, `blocks` [1 or N, B] int64. Torch takes eighty operations on a few kilobytes for
+    them, a fifth of the time of a step of one sampled row. numpy's calls cost a third of that, in place, and its
+    unsigned words need no masks after shifts.
+    """
+    seed = seeds.numpy().view(np.uint64)
+    key0, key1 = (seed & _LOW)[:, None], (seed >> _HALF)[:, None]
+    c0, c1 = blocks.numpy().astype(np.uint64), positions.numpy().astype(np.uint64)[:, None]
+    c2, c3 = np.zeros_like(c1), np.zeros_like(c1)
+    full = np.broadcast_shapes(c0.shape, c1.shape)
+    for _ in range(10):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        if all(word.shape == full for word in (product0, product1, c1, c3)):
+            np.right_shift(product1, _HALF, out=c0)
+            c0 ^= c1
+            c0 ^= key0
+            np.right_shift(product0, _HALF, out=c2)
+            c2 ^= c3
+            c2 ^= key1
+            c1, c3 = product1, product0
+            c1 &= _LOW
+            c3 &= _LOW
+        else:  # the first rounds: words that are the same for all blocks or all rows
+            c0, c2 = (product1 >> _HALF) ^ c1 ^ key0, (product0 >> _HALF) ^ c3 ^ key1
+            c1, c3 = product1 & _LOW, product0 & _LOW
+        key0, key1 = (key0 + _WEYL[0]) & _LOW, (key1 + _WEYL[1]) & _LOW
+    words = np.empty((*full, 4), dtype=np.float32)
+    for index, word in enumerate((c0, c1, c2, c3)):
+        words[..., index] = word
+    return words
+
+
+def _penalize(scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor) -> None:
+    longest = int(positions.max())
+    known = slots.tokens[rows, :longest].long()
+    place = torch.arange(longest, device=scores.device)
+    exists = place < positions.unsqueeze(1)
+    is_output = exists & (place >= slots.num_prompt[rows].unsqueeze(1))
+    seen = torch.zeros_like(scores).scatter_add_(1, known, exists.to(scores.dtype)) > 0
+    repetition = slots.repetition_penalty[rows].unsqueeze(1)
+    scores.copy_(torch.where(seen, torch.where(scores > 0, scores / repetition, scores * repetition), scores))
+    counts = torch.zeros_like(scores).scatter_add_(1, known, is_output.to(scores.dtype))
+    scores.sub_(counts * slots.frequency_penalty[rows].unsqueeze(1))
+    scores.sub_((counts > 0) * slots.presence_penalty[rows].unsqueeze(1))
+
+
+def token_logprobs(
+    logits: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, most: int
+) -> torch.Tensor:
+    """logits [N, V] of the slots `rows` [N] and the drawn `ids` [N] -> [N, 2 + 2 * most] int32.
+
+    In columns: the drawn token's log-probability, its rank (1 + the number of likelier tokens), the ids of the `most`
+    likeliest tokens and their log-probabilities, equal ones by lower id. Log-probabilities are float32 bit patterns. A
+    slot with a negative count did not ask: its rows hold anything. An id of -1 counts as 0.
+    """
+    out = torch.zeros(len(logits), 2 + 2 * most, dtype=torch.int32, device=logits.device)
+    asked = counts[rows.long()] >= 0
+    scores = logits[asked].float()
+    top, top_ids = _likeliest(scores, most)
+    drawn = scores.gather(1, ids[asked].long().clamp_min(0).unsqueeze(1))
+    ranks = (scores > drawn).sum(-1, keepdim=True) + 1
+    peak = scores.amax(-1, keepdim=True)
+    log_mass = (scores - peak).exp_().sum(-1, keepdim=True).log_()
+    logprobs = torch.cat([drawn, top], 1).sub_(peak).sub_(log_mass).view(torch.int32)
+    out[asked] = torch.cat([logprobs[:, :1], ranks.int(), top_ids.int(), logprobs[:, 1:]], 1)
+    return out
+
+
+def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scores, ids) [N, count] in falling order, equal ones by lower id."""
+    top, ids = scores.topk(count, dim=-1)
+    if count == 0:
+        return top, ids
+    if bool(((scores >= top[:, -1:]).sum(-1) > count).any()):  # which of the last equal ones topk takes is not defined
+        top, ids = scores.sort(dim=-1, descending=True, stable=True)
+        return top[:, :count], ids[:, :count]
+    ids, order = ids.sort(dim=-1)
+    top, places = top.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return top, ids.gather(1, places)

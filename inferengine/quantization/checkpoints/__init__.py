@@ -16,7 +16,9 @@ MODULES = {
     "gptq": "gptq",
     "awq": "awq",
     "mxfp4": "mxfp4",
+    "gguf": "gguf_blocks",
 }
+OF_FOLDERS = tuple(name for name in MODULES if name != "gguf")  # what config.json of a folder may name
 AT_LOAD = "take the checkpoint without it, and have the engine make the weights at load: model.quantization = "
 NEAREST = {
     "bitsandbytes": f"its blocks of 64 weights are no layout that a kernel here reads; {AT_LOAD}int4 or int8",
@@ -46,7 +48,7 @@ def layout_of(config: dict[str, Any]) -> Layout | None:
         raise refused("quantization_config must be an object")
     method = values.get("quant_method")
     if not isinstance(method, str) or method not in MODULES:
-        near = NEAREST.get(str(method), f"{', '.join(MODULES)} are read")
+        near = NEAREST.get(str(method), f"{', '.join(OF_FOLDERS)} are read")
         raise refused(f"quantization_config.quant_method = {method!r} is not supported: {near}")
     layout: Layout = importlib.import_module(f"inferengine.quantization.checkpoints.{MODULES[method]}").read(values)
     return layout

@@ -1,11 +1,14 @@
 """compressed-tensors (vLLM's own): FP8 and INT8 with a scale for each tensor or output, FP8 in blocks, packed INT8, and
-packed INT4 in groups.
+packed INT4 in groups; one of them for all products, or several, each for its own.
 
-Source: the compressed-tensors project, formats float-quantized, int-quantized, naive-quantized and pack-quantized.
+Source: the compressed-tensors project, formats float-quantized, int-quantized, naive-quantized, pack-quantized and
+mixed-precision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +26,11 @@ from inferengine.quantization.checkpoints.layout import (
     unpack_bytes,
     unpack_rows,
 )
+from inferengine.quantization.schemes import bytes_per_weight
 from inferengine.quantization.weight import FP8, INT4, INT8, Block, QuantizedWeight
 
+ALL = "Linear"  # the target that stands for every product
+FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 CALIBRATION = ("observer", "observer_kwargs", "actorder_kwargs", "block_structure", "zp_dtype", "scale_dtype")
 
 
@@ -32,21 +38,39 @@ def read(values: dict[str, Any]) -> Layout:
     """Read a compressed-tensors quantization_config. Raises ConfigError for what is not supported."""
     config = ConfigSection(values)
     config.skip("quant_method", "version", "global_compression_ratio", "quantization_status")
+    config.expect("format", *FORMATS)
     is_packed = config.value("format") == "pack-quantized"
     if (sparsity := config.section("sparsity_config")) is not None:
         sparsity.expect("format", "dense")
     groups = config.section("config_groups")
-    if groups is None or len(groups.values) != 1:
-        raise refused("quantization_config.config_groups must hold one group; several are not supported")
+    if groups is None or not groups.values:
+        raise refused("quantization_config.config_groups must hold a group")
     ignored = listed([*config.names("ignore"), "lm_head"])
     config.expect("kv_cache_scheme", None)
     config.finish()
-    group = groups.section(next(iter(groups.values)))
-    if group is None:
-        raise refused(f"{groups.where} must hold an object")
+    read = []
+    for name in groups.values:
+        group = groups.section(name)
+        if group is None:
+            raise refused(f"{groups.where} must hold objects")
+        read.append((group.names("targets"), _group(group, ignored, is_packed=is_packed)))
+    if len(read) == 1 and read[0][0] == [ALL]:
+        return read[0][1]
+    # A module's name counts more than its class.
+    named = [(listed([each for each in targets if each != ALL]), layout) for targets, layout in read]
+    chosen = (*named, *((lambda module: True, layout) for targets, layout in read if ALL in targets))
+
+    def is_plain(module: str) -> bool:
+        return ignored(module) or not any(holds(module) for holds, _ in chosen)
+
+    largest = max((layout for _, layout in read), key=lambda layout: bytes_per_weight(layout.scheme, 4096))
+    return replace(largest, name="compressed-tensors, several", is_plain=is_plain, groups=chosen)
+
+
+def _group(group: ConfigSection, ignored: Callable[[str], bool], *, is_packed: bool) -> Layout:
+    """Read one group of config_groups, but for its targets. Raises ConfigError."""
+    group.expect("format", *FORMATS)
     is_packed = group.value("format", "pack-quantized" if is_packed else "") == "pack-quantized"
-    if group.names("targets") != ["Linear"]:
-        raise refused(f"{group.where}.targets must be ['Linear']; got {group.value('targets')!r}")
     weights, inputs = group.section("weights"), group.section("input_activations")
     group.expect("output_activations", None)
     group.finish()

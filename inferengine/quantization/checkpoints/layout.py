@@ -21,7 +21,8 @@ class Layout:
     """`required` and `optional` are the suffixes that stand in place of a Linear's "weight". `assemble(tensors, N, K)`
     turns them into codes; it raises ValueError naming what is wrong. `scheme` makes the same kind of weight from
     floats, for random ones. `is_plain(name)`: this module's weight is stored as ordinary floats. `order(tensors, K)`:
-    the order of the inputs in which `assemble` gives the codes; None, or a function that says None, for their own."""
+    the order of the inputs in which `assemble` gives the codes; None, or a function that says None, for their own.
+    `groups`: the modules that are stored in layouts of their own, the first that holds a module counts."""
 
     name: str
     required: tuple[str, ...]
@@ -30,6 +31,11 @@ class Layout:
     scheme: str
     is_plain: Callable[[str], bool]
     order: Callable[[Tensors, int], torch.Tensor | None] | None = None
+    groups: tuple[tuple[Callable[[str], bool], Layout], ...] = ()
+
+    def of(self, module: str) -> Layout:
+        """Return the layout of a module that is not plain."""
+        return next((layout for holds, layout in self.groups if holds(module)), self)
 
 
 def refused(message: str) -> ConfigError:

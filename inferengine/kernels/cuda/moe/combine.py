@@ -17,9 +17,12 @@ def add_weighted(
     scale: float = 1.0,
     gain: torch.Tensor | None = None,
     eps: float = 0.0,
+    *,
+    is_part: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """residual [T, E] += scale * sum over k of weights [T, k] * outputs [T * k, E], in place and in order. Returned
-    beside it: rms_norm of the sum as it is stored, where there is a `gain` [E]."""
+    beside it: rms_norm of the sum as it is stored, where there is a `gain` [E].
+    With `is_part` outputs of no weight are not read."""
     rows, width = residual.shape
     out = residual if gain is None else torch.empty_like(residual)
     block = triton.next_power_of_2(width)
@@ -36,6 +39,7 @@ def add_weighted(
         BLOCK=block,
         K=weights.shape[1],
         NORM=gain is not None,
+        PART=is_part,
         num_warps=min(16, max(1, block // 512)),
         **launch_options(supports_pdl(residual.device)),
     )
@@ -56,6 +60,7 @@ def _combine_kernel(
     BLOCK: tl.constexpr,
     K: tl.constexpr,
     NORM: tl.constexpr,
+    PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
@@ -68,7 +73,10 @@ def _combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(K):
         weight = tl.load(weights_ptr + token * K + j)
-        total += weight * tl.load(outputs_ptr + (token * K + j) * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+        there = mask
+        if PART:
+            there = mask & (columns * 0.0 + weight != 0.0)
+        total += weight * tl.load(outputs_ptr + (token * K + j) * WIDTH + columns, mask=there, other=0.0).to(tl.float32)
     residual_at = residual_ptr + token * residual_stride + columns
     total = total * scale + tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
     stored = store_sum(total, residual_at, mask)

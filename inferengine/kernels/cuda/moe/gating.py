@@ -1,4 +1,4 @@
-"""The gated activations of experts, on float32 tiles, and codes of MXFP4 and FP8 as numbers."""
+"""The gated activations of experts, on float32 tiles, and codes of MXFP4, INT4 and FP8 as numbers."""
 
 from __future__ import annotations
 
@@ -105,3 +105,15 @@ def widened(codes, HARDWARE: tl.constexpr):
         )
     else:
         return codes.to(tl.float32)
+
+
+@triton.jit
+def from_zero(words, points, PLACE: tl.constexpr, HARDWARE: tl.constexpr):
+    """The code at a place (0 to 3) of words of four 4-bit codes, less the code of zero, which the lowest 4 bits of a
+    row's `points` hold: whole numbers. HARDWARE: as bfloat16, whose 0x4300 is 128, else as float32."""
+    if HARDWARE:
+        codes = (((words >> (4 * PLACE)) & 15) | 0x4300).to(tl.bfloat16, bitcast=True)
+        return codes - ((points & 15) + 128).to(tl.float32).to(tl.bfloat16)[:, None]
+    else:
+        codes = (words.to(tl.int32) >> (4 * PLACE)) & 15
+        return (codes - (points & 15)[:, None]).to(tl.float32)

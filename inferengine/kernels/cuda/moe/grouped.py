@@ -4,8 +4,8 @@ Pairs of token and expert lie sorted by expert (routing.group_pairs). A block is
 how many blocks an expert has is known on the device alone, so the grid holds as many as there can be at most, and a
 program finds its expert by the running sum of the blocks. With few pairs each is a block of its own, without sorting.
 
-Weights are numbers, FP8 or MXFP4; codes become numbers in registers, as the left operand of the tensor cores where
-rows are few. Rows of gate and up lie in turn, so that a thread of the accumulator holds both.
+Weights are numbers, FP8, INT8, MXFP4 or INT4; codes become numbers in registers, as the left operand of the tensor
+cores where rows are few. Rows of gate and up lie in turn, so that a thread of the accumulator holds both.
 
 Source: the blocks of experts are those of MegaBlocks (Gale et al. 2022).
 """
@@ -20,21 +20,22 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inferengine.kernels.cuda.moe.configurations import GroupedConfig
-from inferengine.kernels.cuda.moe.gating import ACTIVATIONS, gated, scale_of, unpacked, widened
+from inferengine.kernels.cuda.moe.gating import ACTIVATIONS, from_zero, gated, scale_of, unpacked, widened
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.experts import Gating
 
-NUMBERS, FP8, FP8_GROUPS, MXFP4 = range(4)  # kinds of weights
-MX_STEP = 128  # columns of MXFP4 that one word of scales covers
+NUMBERS, FP8, FP8_GROUPS, MXFP4, INT8, INT4 = range(6)  # kinds of weights
+MX_STEP = 128  # columns of MXFP4 that one word of scales covers; of INT4 that 32 words hold
 
 
 class ExpertMatrix(NamedTuple):
     """One projection of all experts as the kernels read it.
 
-    `codes` [experts * rows, columns], of MXFP4 int16 [experts * rows, padded columns / 4]: word j of each 32 holds
-    columns 128 c + j, 128 c + 32 + j and so on, the first in its lowest bits. `scales`: FP8 [experts * rows] fp32; by
-    groups of 128 columns [experts, groups, rows] fp32; MXFP4 [experts, padded columns / 128, rows] int32, of four
-    exponents. `bias` [experts * rows].
+    `codes` [experts * rows, columns], of 4 bits int16 [experts * rows, padded columns / 4]: word j of each 32 holds
+    columns 128 c + j, 128 c + 32 + j and so on, the first in its lowest bits. `scales`: FP8 and INT8 [experts * rows]
+    fp32; by groups of 128 columns [experts, groups, rows] fp32; MXFP4 [experts, padded columns / 128, rows] int32, of
+    four exponents; INT4 [experts, groups, rows] int32, a number in fp32 whose lowest 4 bits hold the code of zero.
+    `bias` [experts * rows].
     """
 
     kind: int
@@ -45,15 +46,18 @@ class ExpertMatrix(NamedTuple):
     rows: int
     columns: int
     shared_rows: int = 1  # neighbouring rows with equal scales
+    group: int = MX_STEP  # columns of INT4 with one scale: 32, 64 or a multiple of 128
 
 
 class Pairs(NamedTuple):
     """Which expert multiplies what: `ids` [T, k] where each pair is a block of its own, else `order` and `starts` of
-    routing.group_pairs."""
+    routing.group_pairs. `is_part`: pairs whose expert is the number after the last multiply nothing, and what is
+    returned for them is undefined."""
 
     ids: torch.Tensor
     order: torch.Tensor | None = None
     starts: torch.Tensor | None = None
+    is_part: bool = False
 
 
 def multiply(
@@ -73,7 +77,7 @@ def multiply(
         return out
     by_pair = pairs.order is None or pairs.starts is None
     blocks = num_pairs if by_pair else most_blocks(num_pairs, weight.num_experts, tuned.block_m)
-    block_k = max(tuned.block_k, MX_STEP) if weight.kind == MXFP4 else tuned.block_k
+    block_k = max(tuned.block_k, MX_STEP) if weight.kind in (MXFP4, INT4) else tuned.block_k
     tma = tuned.tma and weight.kind == NUMBERS and weight.columns * x.element_size() % 16 == 0
     codes = TensorDescriptor.from_tensor(weight.codes, [tuned.block_n, block_k]) if tma else weight.codes
     _grouped_kernel[(blocks * triton.cdiv(weight.rows, tuned.block_n),)](
@@ -99,11 +103,13 @@ def multiply(
         BLOCK_N=tuned.block_n,
         BLOCK_K=block_k,
         KIND=weight.kind,
+        GROUP=weight.group,
         BY_PAIR=by_pair,
         WEIGHT_LEFT=tuned.weight_left,
         TMA=tma,
         BIAS=weight.bias is not None,
         GATED=gating is not None,
+        PART=pairs.is_part,
         ACTIVATION=0 if gating is None else ACTIVATIONS[gating.activation],
         HARDWARE=x.is_cuda and x.dtype == torch.bfloat16,
         STAGES=tuned.num_stages,
@@ -161,11 +167,13 @@ def _grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     KIND: tl.constexpr,
+    GROUP: tl.constexpr,
     BY_PAIR: tl.constexpr,
     WEIGHT_LEFT: tl.constexpr,
     TMA: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    PART: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HARDWARE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -182,6 +190,9 @@ def _grouped_kernel(
     wait_for_previous(PDL)
     if BY_PAIR:
         expert = tl.load(ids_ptr + block)
+        if PART:
+            if expert >= EXPERTS:
+                return
         place = block + m * 0
         pair = place
         valid = m == 0
@@ -242,6 +253,33 @@ def _grouped_kernel(
                     scale = scale_of((exponents >> (quarter * 8)) & 255, HARDWARE)
                     weight = (quarters[quarter] * scale[:, None]).to(x.dtype)
                     acc = _multiplied(x, weight, acc, WEIGHT_LEFT)
+    elif KIND == 5:
+        SPAN: tl.constexpr = GROUP if GROUP < 128 else 128
+        b = tl.arange(0, 32)
+        codes_at = codes_ptr + row[:, None] * STRIDE + b[None, :]
+        scales_at = scales_ptr + expert.to(tl.int64) * (N * ((4 * STRIDE + GROUP - 1) // GROUP)) + tl.minimum(n, N - 1)
+        if WEIGHT_LEFT:
+            x_at = x_ptr + x_row[None, :] * x_stride + b[:, None]
+        else:
+            x_at = x_ptr + x_row[:, None] * x_stride + b[None, :]
+        for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            for step in tl.static_range(BLOCK_K // 128):
+                start = begin + step * 128
+                there = start + n * 0 < K
+                words = tl.load(codes_at + start // 4, mask=there[:, None], other=0)
+                for part in tl.static_range(128 // SPAN):
+                    points = tl.load(scales_at + (start + part * SPAN) // GROUP * N, mask=there, other=0)
+                    product = tl.zeros_like(acc)
+                    for quarter in tl.static_range(SPAN // 32):
+                        first = start + part * SPAN + quarter * 32
+                        if WEIGHT_LEFT:
+                            mask = valid[None, :] & (first + b < K)[:, None]
+                        else:
+                            mask = valid[:, None] & (first + b < K)[None, :]
+                        x = tl.load(x_at + first, mask=mask, other=0.0)
+                        weight = from_zero(words, points, part * (SPAN // 32) + quarter, HARDWARE).to(x.dtype)
+                        product = _multiplied(x, weight, product, WEIGHT_LEFT)
+                    acc += product * _by_row((points & -16).to(tl.float32, bitcast=True), WEIGHT_LEFT)
     else:
         k = tl.arange(0, BLOCK_K)
         if WEIGHT_LEFT:
@@ -272,12 +310,14 @@ def _grouped_kernel(
                 acc = _multiplied(x, weight, acc, WEIGHT_LEFT)
             elif KIND == 1:
                 acc = _multiplied(x, widened(weight, HARDWARE).to(x.dtype), acc, WEIGHT_LEFT)
+            elif KIND == 4:
+                acc = _multiplied(x, weight.to(tl.float32).to(x.dtype), acc, WEIGHT_LEFT)
             else:
                 scale = tl.load(scales_at + start // 128 * N)
                 product = _multiplied(x, widened(weight, HARDWARE).to(x.dtype), tl.zeros_like(acc), WEIGHT_LEFT)
                 acc += product * _by_row(scale, WEIGHT_LEFT)
 
-    if KIND == 1:
+    if KIND == 1 or KIND == 4:
         acc = acc * _by_row(tl.load(scales_ptr + row), WEIGHT_LEFT)
     if BIAS:
         acc += _by_row(tl.load(bias_ptr + row).to(tl.float32), WEIGHT_LEFT)

@@ -11,13 +11,26 @@ from torch.nn import functional
 from inferengine.errors import ConfigError
 from inferengine.kernels.cuda.moe.combine import add_weighted
 from inferengine.kernels.cuda.moe.configurations import SINGLE, PairConfig, configurations
-from inferengine.kernels.cuda.moe.grouped import FP8, FP8_GROUPS, MX_STEP, MXFP4, NUMBERS, ExpertMatrix, Pairs, multiply
+from inferengine.kernels.cuda.moe.grouped import (
+    FP8,
+    FP8_GROUPS,
+    INT4,
+    INT8,
+    MX_STEP,
+    MXFP4,
+    NUMBERS,
+    ExpertMatrix,
+    Pairs,
+    multiply,
+)
 from inferengine.kernels.cuda.moe.pairs import multiply_pairs, reads
 from inferengine.kernels.cuda.moe.routing import choose_experts, group_pairs
 from inferengine.kernels.experts import ExpertCodes, Gating, Routing
 from inferengine.kernels.reference.moe import regrouped
 
 LARGEST_EXPONENT = 128  # of MXFP4's scales
+# Keys of configurations.RULES. Those of INT8 and INT4 were measured with the other format of as many bits.
+OPERANDS = {NUMBERS: "numbers", FP8: "fp8", FP8_GROUPS: "fp8", INT8: "fp8", MXFP4: "mxfp4", INT4: "mxfp4"}
 
 
 class CudaExperts(NamedTuple):
@@ -61,10 +74,14 @@ def matrix(
         columns = 2 * weight.codes.shape[1]
         codes, scales = _mxfp4_layout(weight, num_experts, columns)
         return ExpertMatrix(MXFP4, codes, scales, bias, num_experts, rows, columns)
+    if weight.zeros is not None:
+        codes, scales, group = _int4_layout(weight, num_experts)
+        return ExpertMatrix(INT4, codes, scales, bias, num_experts, rows, weight.columns, group=group)
     columns = weight.codes.shape[1]
     if weight.group >= columns:
         scales = weight.scales.reshape(-1).contiguous()
-        return ExpertMatrix(FP8, weight.codes.contiguous(), scales, bias, num_experts, rows, columns)
+        kind = INT8 if weight.codes.dtype == torch.int8 else FP8
+        return ExpertMatrix(kind, weight.codes.contiguous(), scales, bias, num_experts, rows, columns)
     scales = weight.scales.view(num_experts, rows, -1).transpose(1, 2).contiguous()
     shared = weight.shared_rows if shared_rows is None else shared_rows
     if rows % shared:
@@ -78,8 +95,36 @@ def _mxfp4_layout(weight: ExpertCodes, num_experts: int, columns: int) -> tuple[
     if int(weight.scales.max()) > LARGEST_EXPONENT:
         raise ConfigError("model.path", "MXFP4 scales above 2 are not supported on CUDA")
     pad = -columns % MX_STEP
-    codes = functional.pad(weight.codes, (0, pad // 2))
     scales = functional.pad(weight.scales, (0, pad // 32), value=127)
+    words = scales.contiguous().view(torch.int32)  # little-endian: the first scale is the lowest byte
+    return _in_words(weight.codes, num_experts), _by_group(words, num_experts)
+
+
+def _int4_layout(weight: ExpertCodes, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Codes as MXFP4's, and by expert and group each row's scale, in fp32, whose lowest 4 bits hold the code of zero;
+    the number of columns in a group."""
+    assert weight.zeros is not None
+    padded, group = weight.columns + -weight.columns % MX_STEP, weight.group
+    scales, zeros = weight.scales, weight.zeros
+    if group >= weight.columns:
+        group = padded
+    elif group % MX_STEP and MX_STEP % group:  # groups of 96 columns, say, are three of 32
+        scales, zeros = (values.repeat_interleave(group // 32, 1) for values in (scales, zeros))
+        group = 32
+    missing = -(-padded // group) - scales.shape[1]
+    scales, zeros = (functional.pad(values, (0, missing)) for values in (scales, zeros))
+    words = (scales.float().contiguous().view(torch.int32) & -16) | zeros.int()
+    return _in_words(weight.codes, num_experts), _by_group(words, num_experts), group
+
+
+def _by_group(words: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[experts * rows, groups] -> [experts, groups, rows]."""
+    return words.view(num_experts, -1, words.shape[1]).transpose(1, 2).contiguous()
+
+
+def _in_words(codes: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Codes of 4 bits, two to a byte, as words of four whose columns lie 32 apart."""
+    codes = functional.pad(codes, (0, -2 * codes.shape[1] % MX_STEP // 2))
     moved = torch.empty(len(codes), codes.shape[1] // 2, dtype=torch.int16, device=codes.device)
     for part, place in zip(codes.chunk(num_experts), moved.chunk(num_experts), strict=True):  # in pieces: less memory
         columns_of = torch.stack((part & 15, part >> 4), -1).flatten(1).unflatten(1, (-1, 4, 32)).int()
@@ -87,8 +132,7 @@ def _mxfp4_layout(weight: ExpertCodes, num_experts: int, columns: int) -> tuple[
         for quarter in range(1, 4):
             words |= columns_of[:, :, quarter] << (4 * quarter)
         place.copy_(words.flatten(1))
-    words = scales.contiguous().view(torch.int32)  # little-endian: the first scale is the lowest byte
-    return moved, words.view(num_experts, -1, words.shape[1]).transpose(1, 2).contiguous()
+    return moved
 
 
 class MoeKernels:
@@ -110,7 +154,7 @@ class MoeKernels:
         if not len(x):
             return residual
         outputs, weights = self._outputs(x, logits, routing, experts)
-        return add_weighted(outputs, weights, residual, scale)[0]
+        return add_weighted(outputs, weights, residual, scale, is_part=routing.held is not None)[0]
 
     def add_experts_norm(
         self,
@@ -126,18 +170,21 @@ class MoeKernels:
         if not len(x):
             return residual, residual
         outputs, weights = self._outputs(x, logits, routing, experts)
-        return add_weighted(outputs, weights, residual, 1.0, gain, eps)
+        return add_weighted(outputs, weights, residual, 1.0, gain, eps, is_part=routing.held is not None)
 
     def _outputs(
         self, x: torch.Tensor, logits: torch.Tensor, routing: Routing, experts: CudaExperts
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What each chosen expert makes of its token, [T * k, E] by pair, and the weights [T, k]."""
         gate_up, down = experts.gate_up, experts.down
-        ids, weights = choose_experts(logits, gate_up.num_experts, routing)
+        is_part = routing.held is not None
+        num_experts = logits.shape[1] if is_part else gate_up.num_experts  # of the whole layer
+        ids, weights = choose_experts(logits, num_experts, routing)
         rule, grouped = configurations(
-            operands_of(x.dtype, gate_up), ids.numel(), gate_up.num_experts, deterministic=self.deterministic
+            operands_of(x.dtype, gate_up), ids.numel(), num_experts, deterministic=self.deterministic
         )
-        pairs = Pairs(ids, *group_pairs(ids, gate_up.num_experts)) if grouped else Pairs(ids)
+        order, starts = group_pairs(ids, gate_up.num_experts) if grouped else (None, None)
+        pairs = Pairs(ids, order, starts, is_part)
         hidden = _product(x, gate_up, pairs, rule.gate_up, experts.gating)
         return _product(hidden, down, pairs, rule.down, None), weights
 
@@ -146,7 +193,7 @@ def operands_of(dtype: torch.dtype, weight: ExpertMatrix) -> str:
     """Return the key of configurations.RULES for inputs of `dtype` and a weight."""
     if dtype == torch.float32:
         return "fp32"
-    return {NUMBERS: "numbers", FP8: "fp8", FP8_GROUPS: "fp8", MXFP4: "mxfp4"}[weight.kind]
+    return OPERANDS[weight.kind]
 
 
 def _product(
@@ -155,5 +202,5 @@ def _product(
     if not isinstance(config, PairConfig):
         return multiply(x, weight, pairs, config, gating=gating)  # type: ignore[arg-type]
     if reads(weight, config):
-        return multiply_pairs(x, weight, pairs.ids, config, gating=gating)
+        return multiply_pairs(x, weight, pairs.ids, config, gating=gating, is_part=pairs.is_part)
     return multiply(x, weight, pairs, SINGLE, gating=gating)

@@ -12,22 +12,29 @@ import triton.language as tl
 
 from inferengine.kernels.cuda.moe.configurations import PairConfig
 from inferengine.kernels.cuda.moe.gating import ACTIVATIONS, gated, widened
-from inferengine.kernels.cuda.moe.grouped import FP8_GROUPS, MXFP4, ExpertMatrix
+from inferengine.kernels.cuda.moe.grouped import FP8, FP8_GROUPS, NUMBERS, ExpertMatrix
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.experts import Gating
 
 
 def reads(weight: ExpertMatrix, tuned: PairConfig) -> bool:
-    """Return whether the kernel takes this weight: no MXFP4, which the tensor cores unpack in less time; scales of
-    groups only where all rows of a tile share them."""
+    """Return whether the kernel takes this weight: no 4-bit codes, which the tensor cores unpack in less time, and no
+    INT8; scales of groups only where all rows of a tile share them."""
     shares = weight.kind != FP8_GROUPS or weight.shared_rows % (2 * tuned.block_n) == 0
-    return weight.kind != MXFP4 and shares
+    return weight.kind in (NUMBERS, FP8, FP8_GROUPS) and shares
 
 
 def multiply_pairs(
-    x: torch.Tensor, weight: ExpertMatrix, ids: torch.Tensor, tuned: PairConfig, *, gating: Gating | None = None
+    x: torch.Tensor,
+    weight: ExpertMatrix,
+    ids: torch.Tensor,
+    tuned: PairConfig,
+    *,
+    gating: Gating | None = None,
+    is_part: bool = False,
 ) -> torch.Tensor:
-    """With `gating`: x [T, K] of each token -> [T * k, rows / 2] by pair. Without: x [T * k, K] -> [T * k, rows]."""
+    """With `gating`: x [T, K] of each token -> [T * k, rows / 2] by pair. Without: x [T * k, K] -> [T * k, rows]. With
+    `is_part` pairs whose expert is the number after the last are left as they are."""
     num_pairs = ids.numel()
     width = weight.rows // 2 if gating is not None else weight.rows
     out = x.new_empty(num_pairs, width)
@@ -49,6 +56,8 @@ def multiply_pairs(
         KIND=weight.kind,
         BIAS=weight.bias is not None,
         GATED=gating is not None,
+        EXPERTS=weight.num_experts,
+        PART=is_part,
         ACTIVATION=0 if gating is None else ACTIVATIONS[gating.activation],
         HARDWARE=x.is_cuda and x.dtype == torch.bfloat16,
         num_warps=tuned.num_warps,
@@ -85,6 +94,8 @@ def _pair_kernel(
     KIND: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PART: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HARDWARE: tl.constexpr,
     PDL: tl.constexpr,
@@ -97,6 +108,9 @@ def _pair_kernel(
     allow_next(PDL)
     wait_for_previous(PDL)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
+    if PART:
+        if expert >= EXPERTS:
+            return
     if GATED:
         x_at = x_ptr + (pair // CHOSEN).to(tl.int64) * x_stride
     else:

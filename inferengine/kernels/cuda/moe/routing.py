@@ -17,11 +17,14 @@ FEW_PAIRS = 1024  # that a program looks through at once
 
 
 def choose_experts(logits: torch.Tensor, num_experts: int, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [T, at least num_experts] -> experts [T, k] int32 and weights [T, k] fp32, the largest first."""
+    """Logits [T, at least num_experts] -> experts [T, k] int32 and weights [T, k] fp32, the largest first. With
+    `routing.held` experts are numbered from its first one; those that are elsewhere have the number after the last and
+    no weight."""
     rows, k = logits.shape[0], routing.num_chosen
     ids = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
     block = triton.next_power_of_2(num_experts)
+    first, held = routing.held or (0, num_experts)
     _choose_kernel[(rows,)](
         logits,
         ids,
@@ -32,6 +35,8 @@ def choose_experts(logits: torch.Tensor, num_experts: int, routing: Routing) -> 
         K=k,
         BLOCK_K=triton.next_power_of_2(k),
         RENORMALIZED=routing.renormalized,
+        FIRST=first,
+        HELD=held,
         num_warps=1,
         **launch_options(supports_pdl(logits.device)),
     )
@@ -40,7 +45,7 @@ def choose_experts(logits: torch.Tensor, num_experts: int, routing: Routing) -> 
 
 def group_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts [T, k] -> pairs [T * k] int32 in the order of their experts, and where each expert's begin
-    [experts + 1]."""
+    [experts + 1]. Pairs whose expert is `num_experts` are left out: they would come behind the last of these."""
     num_pairs = ids.numel()
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
@@ -69,6 +74,8 @@ def _choose_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     RENORMALIZED: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
@@ -91,6 +98,10 @@ def _choose_kernel(
     weights = tl.exp(chosen - peak)
     if RENORMALIZED:
         total = tl.sum(weights, axis=0)
+    if HELD < EXPERTS:
+        elsewhere = (ids < FIRST) | (ids >= FIRST + HELD)
+        ids = tl.where(elsewhere, HELD, ids - FIRST)
+        weights = tl.where(elsewhere, 0.0, weights)
     tl.store(ids_ptr + row * K + place, ids, mask=place < K)
     tl.store(weights_ptr + row * K + place, weights / total, mask=place < K)
 
@@ -109,10 +120,10 @@ def _group_kernel(
         before += (ids < expert).to(tl.int32)
     at = tl.sum(before, axis=0)
     tl.store(starts_ptr + expert, at)
-    if expert == EXPERTS - 1:
-        tl.store(starts_ptr + EXPERTS, num_pairs)
     for first in range(0, num_pairs, BLOCK):
         mine = tl.load(ids_ptr + first + i, mask=first + i < num_pairs, other=EXPERTS) == expert
         rank = tl.cumsum(mine.to(tl.int32), axis=0)
         tl.store(order_ptr + at + rank - 1, first + i, mask=mine)
         at += tl.sum(mine.to(tl.int32), axis=0)
+    if expert == EXPERTS - 1:
+        tl.store(starts_ptr + EXPERTS, at)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
-from inferengine.kernels.reference.sampling import ALLOWED, BIAS, MIN_TOKENS, PENALTY
+from inferengine.kernels.reference.ops import ALLOWED, BIAS, MIN_TOKENS, PENALTY
 
 BLOCK = 1024  # tokens per program of `process`
 MASK_BLOCK = 2048  # tokens per program of `apply_masks`

@@ -3,7 +3,7 @@
 A program holds one tile of a row in registers: its peak, its sum of exponentials, how many of its tokens are likelier
 than the drawn one, and its likeliest tokens, found as so many maxima of unique keys (score, then the lower id). The
 second launch merges a row's tiles. Tiles depend on the vocabulary alone, so neighbours in the batch change no bit.
-Rows that want none cost an empty program. The definition is kernels/reference/sampling.py.
+Rows that want none cost an empty program. The definition is kernels/reference/ops.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ one pass (`_draw_kernel`: every part's best of score + Gumbel noise) and a reduc
 A distribution so flat that more than CANDIDATES tokens remain is narrowed over the whole vocabulary: slower, as exact.
 
 Tokens further than REACH below the best are left out: at fp32 noise they cannot win. The definition of every step is
-kernels/reference/sampling.py; the argmax of score + Gumbel noise is a draw from the softmax (Gumbel 1954).
+kernels/reference/ops.py; the argmax of score + Gumbel noise is a draw from the softmax (Gumbel 1954).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from inferengine.kernels.cuda.sampling.filters import (
     weigh,
 )
 from inferengine.kernels.cuda.sampling.logits import process
-from inferengine.kernels.reference.sampling import FILTER, PROCESSED, RANDOM
+from inferengine.kernels.reference.ops import FILTER, PROCESSED, RANDOM
 
 CANDIDATES = 4096  # tokens of a row that `_finish_kernel` has room for
 BLOCK = 1024  # tokens per tile of a pass

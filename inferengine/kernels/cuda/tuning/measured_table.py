@@ -40,6 +40,7 @@ CONFIGS: dict[Kernel, Any] = {
     Kernel.W8_TILE: dispatch.W8TileConfig,
     Kernel.W4_SMALL_M: dispatch.W4SmallMConfig,
     Kernel.W4_TILE: dispatch.W4TileConfig,
+    Kernel.BLOCK_TILE: dispatch.BlockTileConfig,
     Kernel.STREAM: dispatch.StreamConfig,
 }
 WITHOUT_CONFIG = (Kernel.GEMV_HOPPER, Kernel.QUANTIZE_INPUTS)
