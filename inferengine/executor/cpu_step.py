@@ -5,7 +5,7 @@ core saves a quarter of the time (32 rows of the embedded model: 16 -> 12 ms). W
 every region waits for a time slice and the same step takes 400 ms. On a small machine that also runs the front ends
 this changes from second to second, so the durations of the steps themselves are measured.
 
-Row by row: rows share products with other rows' keys, masked (kernels/cpu/attention.py). A row whose states are
+Row by row: rows share products with other rows' keys, masked (kernels/cpu.py). A row whose states are
 NaN (a broken weight, an overflow of a low-precision model) would spoil the other rows. One sum over the result detects
 that, and such a step is computed again with every row by itself: good rows write the same to the cache, and only the
 bad rows fail.
@@ -19,7 +19,7 @@ import torch
 
 from inferengine.executor.memory.kv_cache import GroupCache
 from inferengine.kernels.batch import Batch
-from inferengine.kernels.cpu.decode_kv_cache import DecodeKvCache
+from inferengine.kernels.cpu import DecodeKvCache
 from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models.decoder import DecoderModel
@@ -137,6 +137,7 @@ def forward_on_cpu(
 
 
 def _pass(model: DecoderModel, ops: Ops, batch: Batch, groups: list[GroupCache]) -> torch.Tensor:
-    batch.plans = [ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(groups)]
+    if not model.plans_attention:
+        batch.plans = [ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(groups)]
     hidden: torch.Tensor = model(batch)
     return hidden

@@ -10,15 +10,14 @@ from typing import NamedTuple
 import torch
 
 from inferengine.core.executor import Progress
+from inferengine.executor.draft_model import DraftModel, read_draft_config
 from inferengine.executor.memory.kv_cache import KVCache
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.slots import Slots
-from inferengine.executor.speculation.draft_model import DraftModel, read_draft_config
 from inferengine.kernels.ops import REFERENCE, Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.parallel import Communicator
-from inferengine.lora.bank import AdapterBank
-from inferengine.lora.folder import AdapterFolder
+from inferengine.lora.bank import AdapterBank, AdapterFolder
 from inferengine.models import registry, weights
 from inferengine.models.decoder import DecoderModel, Target
 from inferengine.models.hf_config import read_json
@@ -66,6 +65,7 @@ def load_model(
         weight_map.targets,
         scheme=settings.quantization,
         device=settings.device,
+        dtype=dtype,
         random_weights=settings.random_weights,
         deterministic=settings.deterministic,
     )
@@ -87,17 +87,21 @@ def load_model(
     model.verify()
     adapters = None
     if settings.adapters_folder is not None:
-        adapters = _load_adapters(settings, settings.adapters_folder, model, weight_map.targets, dtype)
+        bank = AdapterBank(
+            model, num_slots=settings.max_num_seqs, device=settings.device, dtype=dtype, communicator=communicator
+        )
+        adapters = _load_adapters(settings, settings.adapters_folder, model, weight_map.targets, bank)
     if communicator is not None:
+        if not settings.deterministic:  # its sums and norms may not depend on how many rows there are
+            communicator.expect_rows(config.hidden_size * dtype.itemsize, settings.max_num_batched_tokens)
         exchange(model, communicator)
     return LoadedModel(config, whole, model, dtype, quantization, adapters)
 
 
 def _load_adapters(
-    settings: ExecutorSettings, folder: Path, model: DecoderModel, targets: dict[str, Target], dtype: torch.dtype
+    settings: ExecutorSettings, folder: Path, model: DecoderModel, targets: dict[str, Target], bank: AdapterBank
 ) -> AdapterFolder:
-    """Make room for adapters beside the model, and load those in the folder."""
-    bank = AdapterBank(model, num_slots=settings.max_num_seqs, device=settings.device, dtype=dtype)
+    """Load the adapters in the folder into the room beside the model."""
     adapters = AdapterFolder(folder, model, targets, bank, max_rank=settings.max_adapter_rank)
     adapters.load_all()
     return adapters
@@ -134,7 +138,6 @@ def dry_run(folder: Path, quantization: str = "none") -> int:
         model = family.build(REFERENCE, config)
     num_parameters: int = sum(parameter.numel() for parameter in model.parameters())
     if layout_of(values) is not None:  # weights quantized at load are stored as they are
-        cpu = torch.device("cpu")
-        quantize(model, REFERENCE, values, weight_map.targets, scheme=quantization, device=cpu)
+        quantize(model, REFERENCE, values, weight_map.targets, scheme=quantization, device=torch.device("meta"))
     check_weights(model, weight_map, folder)
     return num_parameters

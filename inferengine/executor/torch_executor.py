@@ -8,40 +8,36 @@ back. On a CPU the work is done when `execute` returns.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import numpy as np
 import torch
 
 from inferengine.config import Config
-from inferengine.core.executor import Capacity, KVGroup, Progress
-from inferengine.core.step_plan import StepPlan
+from inferengine.core.executor import Capacity, KVGroup, Progress, StepPlan
 from inferengine.core.step_time import Roofline
 from inferengine.errors import ConfigError
-from inferengine.executor.batch import columns_of, make_batch
 from inferengine.executor.cpu_step import Threads, forward_on_cpu
-from inferengine.executor.cuda_graphs.decode import DecodeGraphs
-from inferengine.executor.cuda_graphs.mixed import MixedGraphs, MixedShape
-from inferengine.executor.cuda_graphs.warm_up import capture_graphs, run_warm_up_steps
-from inferengine.executor.load import load_draft_model, load_model
+from inferengine.executor.cuda_graphs import DecodeGraphs, MixedGraphs, MixedShape
+from inferengine.executor.draft_model import DraftModel
+from inferengine.executor.load import LoadedModel, load_draft_model, load_model
 from inferengine.executor.memory.kv_cache import KVCache
 from inferengine.executor.memory.measure import size_cache, swap_times
 from inferengine.executor.memory.plan import context_length
-from inferengine.executor.pooling import Pooling
-from inferengine.executor.sampling.logprobs import StepPromptLogprobs
-from inferengine.executor.sampling.sampler import StepDraws
+from inferengine.executor.sampler import Pooling, StepDraws, StepPromptLogprobs
 from inferengine.executor.settings import ExecutorSettings, executor_settings
-from inferengine.executor.slots import Slots
-from inferengine.executor.speculation.draft_model import DraftModel
+from inferengine.executor.slots import Slots, columns_of, make_batch
 from inferengine.executor.tools.roofline import roofline_of
 from inferengine.executor.tools.trace import StepRecorder
 from inferengine.executor.tune import TuneReport, tune
+from inferengine.executor.warm_up import capture_graphs, run_warm_up_steps
 from inferengine.kernels import ops as ops_table
 from inferengine.kernels.batch import StepColumns
-from inferengine.kernels.cpu.decode_kv_cache import DecodeKvCache
+from inferengine.kernels.cpu import DecodeKvCache
 from inferengine.kernels.cuda.compilation import Compilations, compile_workers
 from inferengine.layers.parallel import KEY, Communicator
-from inferengine.lora.folder import AdapterFolder
+from inferengine.lora.bank import AdapterFolder
 from inferengine.models.hf_config import read_json
 
 FORCED_ROWS_ON_CPU = 4  # measured: with eight rows running ahead cost a schema 4 % of its tokens, with one it gave 14 %
@@ -50,11 +46,18 @@ FORCED_ROWS_ON_CPU = 4  # measured: with eight rows running ahead cost a schema 
 class TorchExecutor:
     """Holds the model, the KV cache and the slots. One thread calls it."""
 
-    def __init__(self, settings: ExecutorSettings, communicator: Communicator | None = None) -> None:
-        """`communicator`: to the other ranks that share the model; None: there are none."""
+    def __init__(
+        self,
+        settings: ExecutorSettings,
+        communicator: Communicator | None = None,
+        *,
+        load: Callable[..., LoadedModel] = load_model,
+    ) -> None:
+        """`communicator`: to the other ranks that share the model; None: there are none. `load`: what loads the model,
+        called as `load_model` is; it may be one that torch does not compute (executor/onnx)."""
         if settings.tensor_parallel > 1 and communicator is None:
             raise ConfigError(KEY, "only the engine and the class LLM run several ranks: set it to 1 here")
-        self.settings, self.communicator = settings, communicator
+        self.settings, self.communicator, self._load = settings, communicator, load
         self.max_in_flight = 2 if settings.overlap else 1
         self.device = settings.device
         self.ops = ops_table.resolve(settings.device, deterministic=settings.deterministic)
@@ -76,7 +79,7 @@ class TorchExecutor:
         """Read the checkpoint, measure what memory is left, allocate the cache. Returns what the device can hold."""
         settings = self.settings
         self._start_compiling()
-        loaded = load_model(settings, self.ops, progress, self.communicator)
+        loaded = self._load(settings, self.ops, progress, self.communicator)
         self.config, self.whole = loaded.config, loaded.whole
         self.model, self.dtype = loaded.model, loaded.dtype
         self.quantization, self.adapters = loaded.quantization, loaded.adapters
@@ -226,20 +229,27 @@ class TorchExecutor:
             admitted = [item.slot for item in plan.admitted]
             hidden = forward_on_cpu(self.model, self.ops, batch, self._group_caches, self.decode_kv_cache, admitted)
         else:
-            batch.plans = [
-                self.ops.prepare_attention(batch, group, kv, window)
-                for group, (kv, window) in enumerate(self._group_caches)
-            ]
+            if not self.model.plans_attention:
+                batch.plans = [
+                    self.ops.prepare_attention(batch, group, kv, window)
+                    for group, (kv, window) in enumerate(self._group_caches)
+                ]
             hidden = self.model(batch)
         logits = None
         if batch.num_samples:
             last = hidden if batch.num_samples == batch.num_tokens else hidden.index_select(0, batch.sample_tokens)
-            logits = self.model.logits(last)
+            logits = self._logits(last, columns.sample_rows)
         prompt = None
         if self.slots.wants_prompt_logprobs(columns):
-            prompt = StepPromptLogprobs(self.ops, self.model, hidden, self.slots, columns)
+            prompt = StepPromptLogprobs(self.ops, self._logits, hidden, self.slots, columns)
         embeddings = self.pooling.compute(self.model, hidden, plan.pooled, columns) if plan.pooled else None
         return StepDraws(self.ops, self.slots, plan, batch, logits, prompt=prompt, embeddings=embeddings)
+
+    def _logits(self, hidden: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+        """Logits [N, V] of states [N, E] of these rows of the step [N]."""
+        if self.adapters is not None:
+            self.adapters.bank.expect_logits(rows)
+        return self.model.logits(hidden)
 
     def _replay(
         self, decode: DecodeGraphs, mixed: MixedGraphs, plan: StepPlan, columns: StepColumns

@@ -22,8 +22,7 @@ from inferengine.executor.settings import ExecutorSettings
 from inferengine.kernels.ops import REFERENCE
 from inferengine.layers.attention import Attention
 from inferengine.layers.embedding import Head
-from inferengine.layers.linear import Linear
-from inferengine.layers.mlp import MLP, GatedMLP
+from inferengine.layers.linear import MLP, GatedMLP, Linear
 from inferengine.models import registry
 from inferengine.models.decoder import DecoderModel
 
@@ -93,7 +92,7 @@ def tune(
     from inferengine.kernels.cuda import dispatch
     from inferengine.kernels.cuda.tuning import measured_table as tables
     from inferengine.kernels.cuda.tuning import search
-    from inferengine.kernels.cuda.tuning.timer import StreamTimer
+    from inferengine.kernels.cuda.tuning.search import StreamTimer
 
     dispatch.use_measured({})
     weight_bytes = sum(parameter.numel() * parameter.element_size() for parameter in tensors_of(model))
@@ -241,7 +240,7 @@ class _Inputs:
 
 
 class CallTimer(Protocol):
-    """Times calls: kernels/cuda/tuning/timer.py."""
+    """Times calls: kernels/cuda/tuning/search.py."""
 
     def prepare(self, calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
         """Return a function that makes the calls and returns the mean seconds of one."""

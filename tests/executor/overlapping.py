@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from inferengine.core.executor import TokenLogprobs
 from inferengine.core.sequence import Request, Sequence
-from inferengine.core.step_plan import TokenLogprobs
 from inferengine.llm import LLM
 from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inferengine.kernels.reference.sampling import gumbel
+from inferengine.kernels.reference.ops import gumbel
 
 VOCAB, DRAWS = 12, 20_000
 CHI_SQUARE_11 = 31.26  # exceeded by one in a thousand, with 11 degrees of freedom

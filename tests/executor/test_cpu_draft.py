@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from inferengine.executor.speculation import cpu_draft
-from inferengine.executor.speculation.cpu_draft import CpuDraftRunner
+from inferengine.executor import draft_model
+from inferengine.executor.draft_model import CpuDraftRunner
 from inferengine.llm import LLM
 from inferengine.sampling_params import SamplingParams
 
@@ -60,14 +60,14 @@ def test_draft_tokens_are_the_likeliest_of_an_ordinary_step_too(llm: LLM, gaps: 
 
 
 def test_a_copy_grows_with_its_sequence(llm: LLM, gaps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_draft, "ROOM", 16)
+    monkeypatch.setattr(draft_model, "ROOM", 16)
     ask(llm, QUESTIONS[1:2])
     assert len(gaps) > 0
     assert max(gaps) < 1e-3
 
 
 def test_more_sequences_than_it_takes_give_the_same_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_draft, "MOST_ROWS", 2)
+    monkeypatch.setattr(draft_model, "MOST_ROWS", 2)
     together = ask(llm, QUESTIONS)
     assert llm.core.scheduler.snapshot().num_drafted > 0
     assert together == [ask(llm, [question])[0] for question in QUESTIONS]

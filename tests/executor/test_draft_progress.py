@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from inferengine.core.step_plan import BlockCopies, BlockUpdates, SlotInit, StepPlan
-from inferengine.executor.speculation.draft_model import DraftProgress
+from inferengine.core.executor import BlockCopies, BlockUpdates, SlotInit, StepPlan
+from inferengine.executor.draft_model import DraftProgress
 from inferengine.sampling_params import SamplingParams
 
 BLOCK = 4

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from inferengine.executor.cuda_graphs.warm_up import covering, kind, one_layer_of_each_kind, scratch_plan
+from inferengine.executor.warm_up import covering, kind, one_layer_of_each_kind, scratch_plan
 from inferengine.kernels import ops
 from inferengine.kernels.reference import ops as reference_fused
 from inferengine.layers.linear import Linear

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
+import msgspec
 import pytest
 
-from inferengine.executor.parallel import messages
-from inferengine.executor.parallel.ranks import LOADING_S, Ranks
+from inferengine.executor.parallel.ranks import CONFIGURE, LOADING_S, Ranks
 from tests.engine.builders import wait_until
 
 LIMIT_S = 5.0  # in which a lost rank is found
@@ -57,7 +57,7 @@ def test_a_rank_that_ends_or_hangs_is_found_and_the_others_are_killed(
 
 def test_a_rank_says_why_it_fails(ranks: Ranks) -> None:
     heard = reasons_of(ranks)
-    ranks.send(messages.encode_configuration({"engine": {"no_such_key": 1}}))
+    ranks.send(CONFIGURE + msgspec.msgpack.encode({"engine": {"no_such_key": 1}}))
     assert "rank 1 failed: " in heard.get(timeout=SLOW_S + LOADING_S)
 
 

@@ -20,9 +20,8 @@ import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 
 from inferengine.config import Config
-from inferengine.core.executor import Capacity, DeviceLost, Progress
+from inferengine.core.executor import BlockUpdates, Capacity, DeviceLost, Progress, StepPlan, StepResult, TokenLogprobs
 from inferengine.core.sequence import RowFailure
-from inferengine.core.step_plan import BlockUpdates, StepPlan, StepResult, TokenLogprobs
 from inferengine.errors import ConfigError, ExitCode
 from inferengine.executor.remote import payloads
 from inferengine.executor.remote.executor_server import ExecutorServer

@@ -14,7 +14,7 @@ from inferengine.config import load
 from inferengine.core.step_time import AttentionGroup, DevicePeaks, Roofline
 from inferengine.executor.memory.plan import weight_bytes
 from inferengine.executor.tools import device_peaks
-from inferengine.executor.tools.roofline import model_work
+from inferengine.executor.tools.roofline import model_work, sent_bytes_per_token
 from inferengine.executor.torch_executor import build_executor
 from inferengine.models import registry
 from tests.core.test_step_roofline import make_plan
@@ -58,6 +58,15 @@ def test_products_in_8_bit_count_for_half(tmp_path: Path) -> None:
     fast = llama_on_h200(tmp_path, product_speed=2.0).work
     assert fast.operations_per_token == plain.operations_per_token / 2
     assert fast.operations_per_draw == plain.operations_per_draw, "the head stays as it is"
+
+
+def test_two_ranks_send_each_other_what_they_sum(tmp_path: Path) -> None:
+    """An 8B's prompt of 8,192 tokens: 65 sums of 64 MiB, 10 ms at 450 GB/s."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    config, _ = registry.read_model_config(tmp_path)
+    assert sent_bytes_per_token(config, 2, torch.bfloat16) == 65 * 8192
+    assert sent_bytes_per_token(config, 4, torch.bfloat16) == 65 * 8192 * 1.5
+    assert sent_bytes_per_token(config, 1, torch.bfloat16) == 0
 
 
 @pytest.mark.parametrize(

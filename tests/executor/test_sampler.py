@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from inferengine.core.executor import SlotInit
 from inferengine.core.sequence import RowFailure
-from inferengine.core.step_plan import SlotInit
-from inferengine.executor.sampling.sampler import apply_masks
+from inferengine.executor.sampler import apply_masks
 from inferengine.executor.slots import Slots
 from inferengine.kernels import ops
-from inferengine.kernels.reference import sampling as reference_sampling
-from inferengine.kernels.reference.sampling import gumbel, philox, philox_by_numpy, sample
+from inferengine.kernels.reference import ops as reference_sampling
+from inferengine.kernels.reference.ops import gumbel, philox, philox_by_numpy, sample
 from inferengine.sampling_params import SamplingParams
 from tests.executor.engine import Engine
 from tests.models.checkpoints import logits_reference, make_model, save

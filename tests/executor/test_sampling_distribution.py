@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from inferengine.core.step_plan import SlotInit
+from inferengine.core.executor import SlotInit
 from inferengine.executor.slots import Slots
 from inferengine.kernels.ops import REFERENCE
 from inferengine.sampling_params import SamplingParams

@@ -11,19 +11,24 @@ import pytest
 import torch
 
 from inferengine.config import Config
-from inferengine.core.sequence import Sequence
-from inferengine.core.speculation.proposers import DraftModelProposer, Proposer
+from inferengine.core.executor import DeviceLost
+from inferengine.core.speculation import DraftModelProposer, Proposer
 from inferengine.errors import ConfigError
+from inferengine.executor.parallel.communicator import PACKET_ROWS, TorchCommunicator, goes_in_packets, inbox_bytes
 from inferengine.executor.torch_executor import build_executor
-from inferengine.layers.parallel import Cut, LinearPart, Shard, Span
+from inferengine.executor.warm_up import CHUNKS
+from inferengine.kernels.ops import REFERENCE
+from inferengine.layers.decoder_config import MoeConfig
+from inferengine.layers.parallel import Cut, LinearPart, Shard, Span, summed
 from inferengine.quantization.schemes import fp8_blocks, int4_groups
 from inferengine.quantization.weight import Block, cut, dequantize
 from tests.core.builders import ThirdsGrammar
-from tests.executor.engine import Engine
+from tests.executor.engine import Engine, Foreknowledge
 from tests.executor.parallel import Pair
 from tests.lora.adapters import write_adapter
 from tests.models.checkpoints import FAMILIES, make_model, model_of, save
-from tests.models.families import CASES, EVEN, MORE
+from tests.models.families import BARE, CASES, EVEN, MORE, QWEN_EXPERTS, Case
+from tests.quantization.test_experts import GPT_OSS, write_codes, write_mxfp4
 
 ODD = {**EVEN, "num_attention_heads": 5, "num_key_value_heads": 1, "intermediate_size": 75}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,6 +38,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "pythia": CASES["pythia"][:2],
     "stablelm, a norm for each head": MORE["stablelm, both"][:2],
     "cohere, a norm of heads": CASES["cohere"][:2],
+    "qwen2-moe, 7 experts, a shared one": CASES["qwen2-moe"][:2],
+    "qwen3-moe, dense layers": CASES["qwen3-moe"][:2],
+    "granite-moe": CASES["granite-moe"][:2],
+    "gpt-oss": CASES["gpt-oss"][:2],
 }
 
 
@@ -82,6 +91,24 @@ def test_two_ranks_give_the_tokens_of_one(name: str, pair: Pair, tmp_path: Path)
     assert two.core.scheduler.stats.num_preemptions > 0
 
 
+FP8_BLOCKS = Case("Qwen3MoeConfig", {**BARE, **QWEN_EXPERTS, "num_attention_heads": 4, "head_dim": 24})
+
+
+@pytest.mark.parametrize(("layout", "case"), [("mxfp4", GPT_OSS), ("fp8-blocks", FP8_BLOCKS)])
+def test_of_a_quantized_mixture_each_rank_reads_its_own_experts(
+    layout: str, case: Case, pair: Pair, tmp_path: Path
+) -> None:
+    model = model_of(case.config, case.values)
+    if layout == "mxfp4":
+        write_mxfp4(model, tmp_path)
+    else:
+        write_codes(model, tmp_path, layout)
+    one, two = both(tmp_path, pair)
+    uids = [[engine.submit(prompt, 6, logprobs=5) for prompt in prompts()] for engine in (one, two)]
+    assert one.run().outputs == two.run().outputs
+    assert largest_difference(one, two, uids[0]) < 1e-4
+
+
 def test_everything_that_a_request_may_ask_for(llama: Path, pair: Pair) -> None:
     """Drawn tokens, penalties, forbidden tokens, grammars, prompt log-probabilities, embeddings."""
     engines = both(llama, pair, max_num_seqs=8)
@@ -102,25 +129,6 @@ def test_everything_that_a_request_may_ask_for(llama: Path, pair: Pair) -> None:
     for uid, items in one.prompt_logprobs.items():
         found = [item.logprob for item in two.prompt_logprobs[uid]]
         assert found == pytest.approx([item.logprob for item in items], abs=1e-4)
-
-
-class Foreknowledge:
-    """Proposes how a text went on before; every third time its last token is wrong. Implements Proposer."""
-
-    on_device = False
-
-    def __init__(self) -> None:
-        self.texts: list[list[int]] = []
-        self._calls = 0
-
-    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        known = list(sequence.tokens)
-        found = next((text[len(known) :] for text in self.texts if text[: len(known)] == known), [])[:max_tokens]
-        self._calls += 1
-        return [*found[:-1], 0] if found and self._calls % 3 == 0 else found
-
-    def forget(self, sequence: Sequence) -> None:
-        pass
 
 
 @pytest.mark.parametrize("proposer", [Foreknowledge(), DraftModelProposer()])
@@ -154,16 +162,24 @@ def test_a_swapped_sequence_goes_on(llama: Path, pair: Pair) -> None:
 
 
 def test_adapters_are_divided_with_their_layers(llama: Path, pair: Pair, tmp_path: Path) -> None:
+    """One of them DoRA: the lengths of rows that are divided are summed over the ranks."""
     names = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
     write_adapter(tmp_path / "some", make_model("llama"), targets=names)
+    write_adapter(tmp_path / "scaled", make_model("llama"), targets=names, dora=True)
     one, two = both(llama, pair, model={"adapters": str(tmp_path)})
+    uids: list[int] = []
     for engine in (one, two):
-        number = engine.executor.adapters.names()["some"]
-        for prompt, adapter in zip(prompts(), (number, 0, number, 0), strict=True):
-            engine.submit(prompt, 10, adapter=adapter)
+        numbers = engine.executor.adapters.names()
+        adapters = (numbers["some"], 0, numbers["scaled"], numbers["scaled"])
+        uids = [
+            engine.submit(prompt, 10, adapter=adapter, logprobs=3)
+            for prompt, adapter in zip(prompts(), adapters, strict=True)
+        ]
         engine.run()
     assert one.outputs == two.outputs
-    assert one.generate(prompts()[:1], 10) != [one.outputs[1]], "the adapter changes nothing"
+    assert largest_difference(one, two, uids) < 1e-4
+    plain = one.generate([prompts()[0], prompts()[2]], 10)
+    assert all(tokens != one.outputs[uid] for tokens, uid in zip(plain, (uids[0], uids[2]), strict=True))
 
 
 def test_quantized_at_load_the_ranks_round_their_own_parts(llama: Path, pair: Pair) -> None:
@@ -197,6 +213,11 @@ def test_what_does_not_divide_is_refused_by_its_key() -> None:
     assert caught.value.field == "engine.tensor_parallel"
 
 
+def test_fewer_experts_than_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="5 experts do not divide among 8 ranks"):
+        Shard(0, 8).experts(MoeConfig(num_experts=5, num_chosen=2, intermediate_size=8))
+
+
 def test_a_tensor_that_holds_several_projections_is_cut_in_each() -> None:
     part = LinearPart((Span(2, 4, 4), Span(1, 2, 2), Span(1, 2, 2)))
     found = part.cut(None)
@@ -225,3 +246,70 @@ def _config(queries: int, keys: int) -> Any:
     values |= {"num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": 10, "rms_norm_eps": 1e-6}
     values = {name: value for name, value in values.items() if name != "initializer_range"}
     return registry.config_of(values, llama)
+
+
+# -- sums over the ranks -----------------------------------------------------------------------------------------------
+
+
+class Sums:
+    """A communicator of two ranks with equal parts. `at_once`: it adds the norm in the same kernel. Implements
+    Communicator."""
+
+    rank, size = 0, 2
+
+    def __init__(self, *, at_once: bool) -> None:
+        self.at_once, self.calls = at_once, list[str]()
+
+    def expect_rows(self, row_bytes: int, num_rows: int) -> None: ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append("sum")
+        return x.mul_(2)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        if not self.at_once:
+            return None
+        self.calls.append("sum and norm")
+        return REFERENCE.add_rms_norm(2 * x, residual, gain, eps)[0]
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x, x])
+
+
+@pytest.mark.parametrize(
+    ("at_once", "has_bias", "calls"),
+    [(True, False, ["sum and norm"]), (False, False, ["sum"]), (True, True, ["sum"])],
+)
+def test_a_sum_takes_its_norm_along_where_a_kernel_does_both(at_once: bool, has_bias: bool, calls: list[str]) -> None:
+    """The bias is added once, after the sum."""
+    x, weight, gain, residual = torch.randn(3, 8), torch.randn(6, 8), torch.randn(6), torch.randn(3, 6)
+    bias, communicator = torch.randn(6) if has_bias else None, Sums(at_once=at_once)
+    total = residual + 2 * x @ weight.t() + (0 if bias is None else bias)
+    linear_add_norm = summed(REFERENCE, communicator).linear_add_norm
+    assert linear_add_norm is not None
+    found, normed = linear_add_norm(x, weight, bias, residual.clone(), gain, 1e-5)
+    torch.testing.assert_close(found, total)
+    torch.testing.assert_close(normed, REFERENCE.rms_norm(total, gain, 1e-5))
+    assert communicator.calls == calls
+
+
+def test_few_rows_go_in_packets_and_longer_rows_sooner_whole() -> None:
+    assert goes_in_packets(torch.empty(64, 4096, dtype=torch.bfloat16))
+    assert not goes_in_packets(torch.empty(65, 64, dtype=torch.bfloat16))
+    assert goes_in_packets(torch.empty(32, 5120, dtype=torch.bfloat16))
+    assert not goes_in_packets(torch.empty(33, 5120, dtype=torch.bfloat16)), "64 rows would be more than 512 KiB"
+    assert set(PACKET_ROWS) <= set(CHUNKS), "warm-up runs a step on both sides"
+
+
+def test_only_numbers_of_ranks_that_were_measured_take_memory_for_sums() -> None:
+    assert inbox_bytes(2, 8192, 100) > 2 * 100 * 8192
+    assert inbox_bytes(4, 8192, 100) == 0
+
+
+def test_a_step_in_which_a_sum_waited_in_vain_is_lost(llama: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(llama, build=pair.build)
+    monkeypatch.setattr(TorchCommunicator, "lost", "rank 1 did not take part in a sum")
+    with pytest.raises(DeviceLost, match="rank 1 did not take part"):
+        engine.generate(prompts(), 2)

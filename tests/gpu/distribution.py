@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from inferengine.core.step_plan import SlotInit
+from inferengine.core.executor import SlotInit
 from inferengine.executor.slots import Slots
 from inferengine.kernels.cuda.sampling import sample
 from inferengine.sampling_params import SamplingParams

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from inferengine.errors import ConfigError, DoesNotFit
+from inferengine.executor.draft_model import read_draft_config, share_of_target
 from inferengine.executor.memory.plan import (
     GIB,
     MemoryPlan,
@@ -25,7 +26,6 @@ from inferengine.executor.memory.plan import (
     weight_bytes,
 )
 from inferengine.executor.settings import ExecutorSettings
-from inferengine.executor.speculation.draft_model import read_draft_config, share_of_target
 from inferengine.models import registry
 from inferengine.models.hf_config import read_json
 from inferengine.quantization.checkpoints import layout_of

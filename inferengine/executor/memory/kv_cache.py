@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from inferengine.core.executor import KVGroup
-from inferengine.core.step_plan import BlockCopies, StepPlan
+from inferengine.core.executor import BlockCopies, KVGroup, StepPlan
 from inferengine.layers.attention import CachedAttention
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.rotary import RopeConfig, cos_sin_table

@@ -8,10 +8,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from inferengine.core.executor import KVGroup
-from inferengine.core.step_plan import BlockUpdates
-from inferengine.executor.cuda_graphs.mixed import MixedShape
-from inferengine.executor.cuda_graphs.warm_up import StepRunner, compile_kernels, prompt_plan
+from inferengine.core.executor import BlockUpdates, KVGroup
+from inferengine.executor.cuda_graphs import MixedShape
+from inferengine.executor.draft_model import read_draft_config, share_of_target
 from inferengine.executor.memory.kv_cache import SAMPLE_TOKENS, sample_tokens, set_scales
 from inferengine.executor.memory.plan import (
     cache_settings,
@@ -22,7 +21,7 @@ from inferengine.executor.memory.plan import (
     make_plan,
     plan_groups,
 )
-from inferengine.executor.speculation.draft_model import read_draft_config, share_of_target
+from inferengine.executor.warm_up import StepRunner, compile_kernels, prompt_plan
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.parallel import Communicator
 

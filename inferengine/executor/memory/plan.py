@@ -16,11 +16,11 @@ import torch
 
 from inferengine.core.executor import KVGroup
 from inferengine.errors import ConfigError, DoesNotFit
-from inferengine.executor.cuda_graphs.decode import graphs_to_capture
-from inferengine.executor.cuda_graphs.mixed import MixedShape, shapes_to_capture
+from inferengine.executor.cuda_graphs import MixedShape, graphs_to_capture, shapes_to_capture
+from inferengine.executor.draft_model import read_draft_config, share_of_target
+from inferengine.executor.parallel.communicator import inbox_bytes
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.slots import Slots
-from inferengine.executor.speculation.draft_model import read_draft_config, share_of_target
 from inferengine.executor.tools.device_peaks import device_peaks
 from inferengine.kernels.ops import REFERENCE
 from inferengine.layers.decoder_config import DecoderConfig
@@ -30,6 +30,8 @@ from inferengine.layers.parallel import Shard
 from inferengine.models import registry
 from inferengine.models.hf_config import read_json
 from inferengine.models.parallel import divide
+from inferengine.quantization import gguf
+from inferengine.quantization.apply import quantize
 from inferengine.quantization.checkpoints import layout_of, mxfp4
 from inferengine.quantization.schemes import EIGHT_BIT_PRODUCTS, bytes_per_weight
 
@@ -102,16 +104,22 @@ def weight_bytes(
     with torch.device("meta"):
         model = registry.family(model_type_values).build(REFERENCE, shard.divide(config))
         divide(model, config, shard)
-    sizes = {id(parameter): float(parameter.numel() * dtype.itemsize) for parameter in model.parameters()}
     layout = layout_of(model_type_values)
     scheme = quantization if layout is None else layout.scheme
-    if scheme != "none":
+    sources = 0
+    if scheme == gguf.METHOD:
+        meta, targets = torch.device("meta"), registry.family(model_type_values).weight_map(config).targets
+        quantize(model, REFERENCE, model_type_values, targets, scheme="none", device=meta, dtype=dtype)
+        stored = (getattr(module, "source", None) for module in model.modules())
+        sources = sum(source.num_bytes() for source in stored if source is not None)
+    sizes = {id(parameter): float(parameter.numel() * dtype.itemsize) for parameter in model.parameters()}
+    if scheme not in ("none", gguf.METHOD):
         for module in model.modules():
             is_mxfp4 = scheme == mxfp4.NAME  # of experts alone
             if isinstance(module, ExpertLinear) or (isinstance(module, Linear) and not is_mxfp4):
                 assert module.weight is not None  # nothing is packed
                 sizes[id(module.weight)] = module.weight.numel() * bytes_per_weight(scheme, module.in_features)
-    return int(sum(sizes.values()))
+    return int(sum(sizes.values())) + sources
 
 
 def activation_bytes(config: DecoderConfig, num_tokens: int, num_seqs: int, dtype: torch.dtype) -> int:
@@ -158,8 +166,17 @@ def _token_s(config: DecoderConfig, values: dict[str, object], settings: Executo
     scheme = settings.quantization if layout is None else layout.scheme
     tables = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
     idle = (1.0 - config.chosen_share) * config.num_expert_weights
-    operations = 2.0 * (whole // dtype.itemsize - (tables + idle) / settings.tensor_parallel)
+    operations = 2.0 * (whole // dtype.itemsize - tables / settings.tensor_parallel - idle)
     return operations / peaks.operations_per_s / (faster if scheme in EIGHT_BIT_PRODUCTS else 1.0)
+
+
+def exchange_bytes(config: DecoderConfig, settings: ExecutorSettings, dtype: torch.dtype) -> int:
+    """Return what a CUDA device keeps for exchanges with other ranks."""
+    if settings.tensor_parallel == 1:
+        return 0
+    row_bytes, rows = config.hidden_size * dtype.itemsize, settings.max_num_batched_tokens
+    inbox = 0 if settings.deterministic else inbox_bytes(settings.tensor_parallel, row_bytes, rows)
+    return COMMUNICATOR_BYTES + inbox
 
 
 def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
@@ -180,7 +197,7 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
     slots, context, graphs = slot_bytes(config, cache), 0, 0
     shapes: list[MixedShape] = []
     if on_cuda:
-        context = CUDA_CONTEXT_BYTES + (COMMUNICATOR_BYTES if settings.tensor_parallel > 1 else 0)
+        context = CUDA_CONTEXT_BYTES + exchange_bytes(config, settings, dtype)
         token_s = _token_s(whole, values, settings, dtype)
         shapes = shapes_to_capture(settings.max_num_seqs, settings.max_num_batched_tokens, token_s)
         if settings.cuda_graphs and config.implementation == "native":

@@ -13,23 +13,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 
 from inferengine.config import Config
-from inferengine.core.executor import Capacity, DeviceLost, Progress
-from inferengine.core.step_plan import StepPlan, StepResult
+from inferengine.core.executor import Capacity, DeviceLost, Progress, StepPlan, StepResult
 from inferengine.core.step_time import Roofline
 from inferengine.errors import InferEngineError
-from inferengine.executor.parallel import messages
 from inferengine.executor.parallel.communicator import TorchCommunicator
-from inferengine.executor.parallel.ranks import Ranks
-from inferengine.executor.sampling.sampler import StepDraws
+from inferengine.executor.parallel.ranks import (
+    ADD_ADAPTER,
+    CLOSE,
+    CONFIGURE,
+    LOAD,
+    MASKS,
+    REMOVE_ADAPTER,
+    STEP,
+    WARM_UP,
+    Ranks,
+)
+from inferengine.executor.plan_codec import encode_plan
+from inferengine.executor.sampler import StepDraws
 from inferengine.executor.settings import ExecutorSettings, executor_settings
 from inferengine.executor.tools.trace import StepRecorder
 from inferengine.executor.torch_executor import TorchExecutor
 from inferengine.kernels.cuda.compilation import Compilations
 from inferengine.lora.adapter import Adapter
-from inferengine.lora.folder import AdapterFolder
+from inferengine.lora.bank import AdapterFolder
 
 
 class ParallelExecutor:
@@ -40,7 +50,7 @@ class ParallelExecutor:
     ) -> None:
         """`settings` are those of `config`. `communicator`: where the ranks have met before, for another model."""
         self.ranks = ranks
-        self.ranks.send(messages.encode_configuration(config.resolved()))
+        self.ranks.send(CONFIGURE + msgspec.msgpack.encode(config.resolved()))
         self.communicator = communicator or TorchCommunicator(ranks.store, 0, ranks.size, settings.device)
         self.local = TorchExecutor(settings, self.communicator)
         self.max_in_flight = self.local.max_in_flight
@@ -90,7 +100,7 @@ class ParallelExecutor:
 
     def load(self, progress: Progress) -> Capacity:
         """Load every rank's part of the model."""
-        self.ranks.send(messages.LOAD)
+        self.ranks.send(LOAD)
         capacity: Capacity = self._together(lambda: self.local.load(progress))
         if self.local.adapters is not None:
             self.adapters = ParallelAdapters(self.local.adapters, self.ranks)
@@ -98,7 +108,7 @@ class ParallelExecutor:
 
     def warm_up(self, progress: Progress) -> None:
         """Warm all ranks up. From now on their silence counts."""
-        self.ranks.send(messages.WARM_UP)
+        self.ranks.send(WARM_UP)
         self._together(lambda: self.local.warm_up(progress))
         self.ranks.serving = True
 
@@ -115,7 +125,7 @@ class ParallelExecutor:
     def unload(self) -> None:
         """Drop the model on all ranks; the processes can load another one."""
         self.ranks.serving = False
-        self.ranks.send(messages.CLOSE)
+        self.ranks.send(CLOSE)
         self.local.close()
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -124,7 +134,7 @@ class ParallelExecutor:
         """Launch one step on all ranks. Raises DeviceLost where a rank is lost."""
         if self.ranks.lost is not None:
             raise DeviceLost(self.ranks.lost)
-        self.ranks.send(messages.encode_plan(plan))
+        self.ranks.send(STEP + encode_plan(plan))
         return ParallelDraws(self._together(lambda: self.local.execute(plan)), self)
 
     def _together(self, work: Callable[[], Any]) -> Any:
@@ -163,12 +173,15 @@ class ParallelDraws:
 
     def provide_masks(self, words: bytearray) -> None:
         """Draw under the masks on all ranks."""
-        self._executor.ranks.send(messages.MASKS + words)
+        self._executor.ranks.send(MASKS + words)
         self._draws.provide_masks(words)
 
     def result(self) -> StepResult:
         """Wait for the step."""
         result: StepResult = self._executor._together(self._draws.result)
+        lost = self._executor.communicator.lost
+        if lost is not None:
+            raise DeviceLost(lost)
         return result
 
 
@@ -188,10 +201,10 @@ class ParallelAdapters:
 
     def add(self, adapter: Adapter) -> int:
         """Load an adapter on all ranks. Returns its number."""
-        self._ranks.send(messages.ADD_ADAPTER + adapter.name.encode())
+        self._ranks.send(ADD_ADAPTER + adapter.name.encode())
         return self._local.add(adapter)
 
     def remove(self, number: int) -> None:
         """Remove an adapter from all ranks."""
-        self._ranks.send(messages.REMOVE_ADAPTER + str(number).encode())
+        self._ranks.send(REMOVE_ADAPTER + str(number).encode())
         self._local.remove(number)

@@ -19,10 +19,24 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
-from inferengine.executor.parallel.messages import BEAT, FAILED, JOIN
 from inferengine.process.system import missed_s
 
 logger = logging.getLogger(__name__)
+
+# A message is one byte for its kind, then MessagePack or text.
+# To a rank, in this order: JOIN once, then CONFIGURE, LOAD, WARM_UP and steps, and after CLOSE perhaps CONFIGURE again.
+JOIN = b"J"  # the store's path: exchange addresses
+CONFIGURE = b"C"  # the configuration by section
+LOAD = b"L"
+WARM_UP = b"W"
+STEP = b"S"  # a StepPlan
+MASKS = b"M"  # of the step before
+ADD_ADAPTER = b"A"  # the name of its folder
+REMOVE_ADAPTER = b"R"  # its number
+CLOSE = b"X"  # drop the model
+# From a rank.
+BEAT = b"B"
+FAILED = b"F"  # why: its last message
 
 BEAT_S = 0.5  # between two signs of life
 SILENT_S = 3.5

@@ -12,15 +12,30 @@ import sys
 import threading
 from collections import deque
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from inferengine.executor.parallel import messages
-from inferengine.executor.parallel.ranks import BEAT_S
+import msgspec
+
+from inferengine.executor.parallel.ranks import (
+    ADD_ADAPTER,
+    BEAT,
+    BEAT_S,
+    CLOSE,
+    CONFIGURE,
+    FAILED,
+    JOIN,
+    LOAD,
+    MASKS,
+    REMOVE_ADAPTER,
+    STEP,
+    WARM_UP,
+)
+from inferengine.executor.plan_codec import decode_plan
 from inferengine.process.system import end_with_parent
 
 if TYPE_CHECKING:
     from inferengine.executor.parallel.communicator import TorchCommunicator
-    from inferengine.executor.sampling.sampler import StepDraws
+    from inferengine.executor.sampler import StepDraws
     from inferengine.executor.torch_executor import TorchExecutor
 
 MOST_BEHIND = 2  # steps whose results are not there yet: rank 0 has no more under way
@@ -48,7 +63,7 @@ def main(rank: int, size: int, descriptor: int, parent: int) -> NoReturn:
     except BaseException as error:
         code = 1
         try:
-            say(messages.FAILED + f"{type(error).__name__}: {error}"[:2000].encode())
+            say(FAILED + f"{type(error).__name__}: {error}"[:2000].encode())
         except OSError:
             code = 0  # an error of the end of rank 0
     os._exit(code)  # without waiting for the device
@@ -74,29 +89,29 @@ class _Worker:
 
     def obey(self, kind: bytes, payload: bytes) -> None:
         """Do one thing."""
-        if kind == messages.JOIN:
+        if kind == JOIN:
             self.store = payload.decode()
             return
-        if kind == messages.CONFIGURE:
+        if kind == CONFIGURE:
             self.configure(payload)
             return
         executor = self.executor
         assert executor is not None  # configured
-        if kind == messages.STEP:
+        if kind == STEP:
             self.step(executor, payload)
-        elif kind == messages.MASKS:
+        elif kind == MASKS:
             self.under_way[-1].provide_masks(bytearray(payload))
-        elif kind == messages.LOAD:
+        elif kind == LOAD:
             executor.load(_no_progress)
-        elif kind == messages.WARM_UP:
+        elif kind == WARM_UP:
             executor.warm_up(_no_progress)
-        elif kind == messages.ADD_ADAPTER:
+        elif kind == ADD_ADAPTER:
             assert executor.adapters is not None  # rank 0 has some
             executor.adapters.add(executor.adapters.read(payload.decode()))
-        elif kind == messages.REMOVE_ADAPTER:
+        elif kind == REMOVE_ADAPTER:
             assert executor.adapters is not None  # rank 0 has some
             executor.adapters.remove(int(payload))
-        elif kind == messages.CLOSE:
+        elif kind == CLOSE:
             self.under_way.clear()
             executor.close()
             self.executor = None
@@ -109,7 +124,7 @@ class _Worker:
         from inferengine.executor.torch_executor import TorchExecutor
         from inferengine.observability import logging as logs
 
-        config = Config().with_values(**messages.decode_configuration(payload))
+        config = Config().with_values(**msgspec.msgpack.decode(payload, type=dict[str, dict[str, Any]]))
         logs.configure(config.log)
         settings = executor_settings(config, rank=self.rank)
         if self.communicator is None:
@@ -120,13 +135,15 @@ class _Worker:
         """Launch a step. Nobody wants its result: rank 0 draws the same tokens."""
         from inferengine.errors import InferEngineError
 
-        plan = messages.decode_plan(payload)
+        plan = decode_plan(payload)
         try:
             self.under_way.append(executor.execute(plan))
         except InferEngineError:  # found by every rank before anything is computed; rank 0 reports it
             return
         if len(self.under_way) > MOST_BEHIND:
             self.under_way.popleft().result()
+            if self.communicator is not None and self.communicator.lost is not None:
+                raise RuntimeError(self.communicator.lost)
 
 
 def _no_progress(phase: str, share: float) -> None:
@@ -139,7 +156,7 @@ def _beat(say: object) -> None:
     pause = threading.Event()
     try:
         while not pause.wait(BEAT_S):
-            say(messages.BEAT)
+            say(BEAT)
     except OSError:
         return
 

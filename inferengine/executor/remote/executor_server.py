@@ -21,6 +21,7 @@ from inferengine.config import Config
 from inferengine.config.model_path import model_folder
 from inferengine.core.executor import Capacity, Executor, StepFuture, is_fatal
 from inferengine.errors import ConfigError, InferEngineError
+from inferengine.executor.plan_codec import decode_plan
 from inferengine.executor.remote import payloads
 from inferengine.executor.remote.remote_executor import read_file, read_pair
 
@@ -174,7 +175,7 @@ class ExecutorServer:
     def _do(self, executor: Executor, message: bytes, steps: deque[_OpenStep], reply: Reply) -> None:
         kind, parts = payloads.decode(message)
         if kind == "step":
-            plan = payloads.read_plan(parts[0])
+            plan = decode_plan(parts[0])
             try:
                 future = executor.execute(plan)
             except Exception as error:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 from google.protobuf.wrappers_pb2 import BytesValue
 
-from inferengine.core.executor import Capacity
+from inferengine.core.executor import Capacity, StepPlan, StepResult, TokenLogprobs
 from inferengine.core.sequence import RowFailure
-from inferengine.core.step_plan import StepPlan, StepResult, TokenLogprobs
+from inferengine.executor.plan_codec import encode_plan, encoder
+from inferengine.gguf.reader import SUFFIX, header_bytes
 
 SERVICE = "inferengine.v1.Executor"
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024  # log-probabilities of a long prompt
@@ -26,7 +26,6 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]
-SEED_MASK = (1 << 64) - 1
 COMPARED_FILES = ("config.json", "tokenizer.json")
 
 
@@ -41,20 +40,13 @@ class WireResult(NamedTuple):
     embeddings: dict[int, bytes] | None = None
 
 
-def _to_plain(value: Any) -> Any:
-    """Arrays of token ids, and numbers of numpy."""
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else list(value)
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
-_read_plan = msgspec.msgpack.Decoder(StepPlan).decode
 _read_result = msgspec.msgpack.Decoder(WireResult).decode
 _read_message = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
 def encode(*parts: Any) -> bytes:
     """A message: its kind, then what belongs to it."""
-    message: bytes = BytesValue(value=_encoder.encode(parts)).SerializeToString()
+    message: bytes = BytesValue(value=encoder.encode(parts)).SerializeToString()
     return message
 
 
@@ -74,16 +66,9 @@ def plain(part: msgspec.Raw, type: Any = Any) -> Any:
     return msgspec.msgpack.decode(part, type=type)
 
 
-def encode_plan(plan: StepPlan) -> bytes:
-    """The message of a step. A seed counts modulo 2^64, which is what MessagePack has."""
-    if plan.admitted:
-        plan = plan._replace(admitted=[item._replace(seed=item.seed & SEED_MASK) for item in plan.admitted])
-    return encode("step", plan)
-
-
-def read_plan(part: msgspec.Raw) -> StepPlan:
-    """Read the plan of a step."""
-    return _read_plan(part)
+def encode_step(plan: StepPlan) -> bytes:
+    """The message of a step."""
+    return encode("step", msgspec.Raw(encode_plan(plan)))
 
 
 def encode_result(result: StepResult) -> bytes:
@@ -111,6 +96,8 @@ def read_capacity(value: Any) -> Capacity:
 def model_fingerprint(folder: Path) -> str:
     """SHA-256 over the files that engine and device must agree about."""
     digest = hashlib.sha256()
+    if folder.suffix == SUFFIX:  # the file itself, but for its tensors
+        return hashlib.sha256(header_bytes(folder)).hexdigest()
     for name in COMPARED_FILES:
         path = folder / name
         content = path.read_bytes() if path.is_file() else b""

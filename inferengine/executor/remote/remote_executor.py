@@ -21,8 +21,7 @@ import msgspec
 
 from inferengine.config import Config
 from inferengine.config.model_path import model_folder
-from inferengine.core.executor import Capacity, DeviceLost, Progress
-from inferengine.core.step_plan import StepPlan, StepResult
+from inferengine.core.executor import Capacity, DeviceLost, Progress, StepPlan, StepResult
 from inferengine.core.step_time import DevicePeaks, ModelWork, Roofline
 from inferengine.errors import ConfigError
 from inferengine.executor.remote import payloads
@@ -153,7 +152,7 @@ class RemoteExecutor:
             if self._lost is not None:
                 raise self._lost
             self._open.append(future)
-        self._outbox.put(payloads.encode_plan(plan))
+        self._outbox.put(payloads.encode_step(plan))
         return RemoteStep(plan.step, future, self._outbox.put, self._config.remote.step_timeout_s)
 
     def _read(self) -> None:

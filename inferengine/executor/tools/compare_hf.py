@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from inferengine.config import Config
-from inferengine.core.step_plan import BlockUpdates, SlotInit, StepPlan
+from inferengine.core.executor import BlockUpdates, SlotInit, StepPlan
 from inferengine.errors import ConfigError
-from inferengine.executor.batch import columns_of, make_batch
 from inferengine.executor.memory.kv_cache import sample_tokens
+from inferengine.executor.slots import columns_of, make_batch
 from inferengine.executor.torch_executor import TorchExecutor, build_executor
+from inferengine.gguf.reader import SUFFIX
 from inferengine.kernels.batch import Batch
 from inferengine.sampling_params import SamplingParams
 
@@ -155,9 +156,15 @@ def _of_transformers(
     except ImportError:
         raise ConfigError("--compare", "transformers is not installed: pip install transformers") from None
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="eager"
-    )
+    place: dict[str, Any] = {"pretrained_model_name_or_path": folder, "use_safetensors": True}
+    if folder.suffix == SUFFIX:  # which it dequantizes
+        place = {"pretrained_model_name_or_path": folder.parent, "gguf_file": folder.name}
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            **place, dtype=dtype, local_files_only=True, attn_implementation="eager"
+        )
+    except (ImportError, ValueError) as error:  # a GGUF file takes the packages `gguf` and `accelerate`
+        raise ConfigError("--compare", f"transformers cannot read it: {error}") from None
     model = model.to(device).eval()  # type: ignore[arg-type]  # transformers' wrapper of `to` lost its signature
     inner = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     layers = inner.layers if hasattr(inner, "layers") else inner.h

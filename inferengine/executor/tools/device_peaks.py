@@ -20,26 +20,28 @@ logger = logging.getLogger(__name__)
 
 
 class DataSheet(NamedTuple):
-    """One device: GB/s, and TFLOP/s without sparsity, 16-bit with 32-bit sums. `eight_bit` 0: no such units."""
+    """One device: GB/s, and TFLOP/s without sparsity, 16-bit with 32-bit sums. `eight_bit` 0: no such units. `link`:
+    GB/s that NVLink takes to other devices; 0: there is none, or not always."""
 
     gb_per_s: float
     fp32: float
     sixteen_bit: float
     eight_bit: float = 0.0
+    link: float = 0.0
 
 
 # Part of torch.cuda.get_device_name() -> data sheet. The first one that occurs in the name as whole words counts.
 DATA_SHEETS = {
-    "B200": DataSheet(8000, 75, 2250, 4500),
-    "GH200": DataSheet(4000, 67, 989, 1979),
-    "H200 NVL": DataSheet(4800, 60, 835, 1671),
-    "H200": DataSheet(4800, 67, 989, 1979),
+    "B200": DataSheet(8000, 75, 2250, 4500, 900),
+    "GH200": DataSheet(4000, 67, 989, 1979, 450),
+    "H200 NVL": DataSheet(4800, 60, 835, 1671, 450),
+    "H200": DataSheet(4800, 67, 989, 1979, 450),
     "H100 NVL": DataSheet(3900, 60, 835, 1671),
     "H100 PCIe": DataSheet(2000, 51, 756, 1513),
-    "H100": DataSheet(3350, 67, 989, 1979),
-    "H800": DataSheet(3350, 67, 989, 1979),
-    "H20": DataSheet(4000, 44, 148, 296),
-    "A100-SXM4-80GB": DataSheet(2039, 19.5, 312, 624),
+    "H100": DataSheet(3350, 67, 989, 1979, 450),
+    "H800": DataSheet(3350, 67, 989, 1979, 200),
+    "H20": DataSheet(4000, 44, 148, 296, 450),
+    "A100-SXM4-80GB": DataSheet(2039, 19.5, 312, 624, 300),
     "A100 80GB PCIe": DataSheet(1935, 19.5, 312, 624),
     "A100": DataSheet(1555, 19.5, 312, 624),
     "A40": DataSheet(696, 37.4, 149.7, 299.3),
@@ -88,6 +90,7 @@ def device_peaks(
             sheet.gb_per_s * 1e9,
             (sheet.fp32 if dtype == torch.float32 else sheet.sixteen_bit) * 1e12,
             f"data sheet of {name}",
+            sheet.link * 1e9,
         )
     else:
         try:
@@ -96,10 +99,10 @@ def device_peaks(
             logger.info("no share of the roofline: set engine.peak_gb_per_s and engine.peak_tflops for this device")
             return None
     if gb_per_s > 0 or tflops > 0:
-        peaks = DevicePeaks(
-            gb_per_s * 1e9 or peaks.bytes_per_s,
-            tflops * 1e12 or peaks.operations_per_s,
-            f"configuration, {peaks.source}",
+        peaks = peaks._replace(
+            bytes_per_s=gb_per_s * 1e9 or peaks.bytes_per_s,
+            operations_per_s=tflops * 1e12 or peaks.operations_per_s,
+            source=f"configuration, {peaks.source}",
         )
     return peaks, faster
 

@@ -12,10 +12,11 @@ from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.tools.device_peaks import device_peaks
 from inferengine.kernels.reference.moe import PackedExperts
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.layers.embedding import Head
+from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.linear import Linear
-from inferengine.layers.moe import MoeMLP
+from inferengine.layers.moe import Experts
 from inferengine.models.decoder import DecoderModel
+from inferengine.quantization import gguf
 from inferengine.quantization.checkpoints import layout_of
 from inferengine.quantization.schemes import EIGHT_BIT_PRODUCTS, bytes_per_weight
 
@@ -31,6 +32,7 @@ def roofline_of(
     """Compute the roofline of a loaded model, in some 50 ms; None where its device's peaks are unknown. `values` are
     those of config.json, `config` is the whole model's. Of a divided model: what this rank's device does."""
     num_bytes = weight_bytes(config, values, dtype, settings.quantization, settings.shard)
+    sent_bytes = sent_bytes_per_token(config, settings.tensor_parallel, dtype)
     if settings.tensor_parallel > 1:
         rows = settings.shard.vocabulary_rows(config)
         config = dataclasses.replace(settings.shard.divide(config), vocab_size=rows)
@@ -48,8 +50,12 @@ def roofline_of(
     scheme = settings.quantization if layout is None else layout.scheme
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     halves = [module for module in linears if _is_half(module)] if scheme == "none" else []
-    each = dtype.itemsize if scheme == "none" else bytes_per_weight(scheme, config.hidden_size)
-    if any(isinstance(module, MoeMLP) and _has_half_experts(module) for module in model.modules()):
+    is_plain = scheme in ("none", gguf.METHOD)  # of experts
+    each = dtype.itemsize if is_plain else bytes_per_weight(scheme, config.hidden_size)
+    plain_table = float(config.vocab_size * config.hidden_size * dtype.itemsize)
+    head, embedding = (_packed_bytes(getattr(model, name, None)) for name in ("head", "embed"))
+    table_bytes = (embedding or plain_table) + (0.0 if config.tied_embeddings else head or plain_table)
+    if any(isinstance(module, Experts) and _has_half_experts(module) for module in model.modules()):
         num_bytes -= config.num_expert_weights * (dtype.itemsize - 2)
         each = 2
     work = model_work(
@@ -57,12 +63,30 @@ def roofline_of(
         weight_bytes=num_bytes - sum(map(_num_weights, halves)) * (dtype.itemsize - 2),
         num_layer_weights=sum(map(_num_weights, linears)),
         item_bytes=dtype.itemsize,
-        head_item_bytes=2 if _is_half(getattr(model, "head", None)) else dtype.itemsize,
+        head_item_bytes=head / (config.vocab_size * config.hidden_size)
+        if head
+        else 2
+        if _is_half(getattr(model, "head", None))
+        else dtype.itemsize,
+        table_bytes=table_bytes,
         kv_item_bytes=kv_dtype.itemsize,
         product_speed=faster if scheme in EIGHT_BIT_PRODUCTS else 1.0,
         expert_bytes=config.num_expert_weights * each,
     )
-    return Roofline(work, peaks)
+    return Roofline(work._replace(sent_bytes_per_token=sent_bytes), peaks)
+
+
+def sent_bytes_per_token(config: DecoderConfig, ranks: int, dtype: torch.dtype) -> float:
+    """Count what a rank sends the others for each token of a step: a sum for the embedding, and one for each block of
+    each layer. A sum takes at least 2 (n - 1) / n of its bytes (Patarasuk and Yuan, 2009)."""
+    sums = 1 + 2 * config.num_layers
+    return sums * config.hidden_size * dtype.itemsize * 2.0 * (ranks - 1) / ranks
+
+
+def _packed_bytes(module: Head | TokenEmbedding | None) -> float:
+    """The bytes of an embedding or a head that is packed; 0 where it is not."""
+    packed = None if module is None else module.packed
+    return gguf.num_bytes(packed) if isinstance(packed, gguf.PackedBlocks) else 0.0
 
 
 def _num_weights(linear: Linear) -> int:
@@ -74,7 +98,7 @@ def _is_half(module: Linear | Head | None) -> bool:
     return module is not None and isinstance(module.packed, torch.ScriptObject)
 
 
-def _has_half_experts(module: MoeMLP) -> bool:
+def _has_half_experts(module: Experts) -> bool:
     """Whether a CPU keeps the weights of fp32 experts in half precision."""
     return isinstance(module.packed, PackedExperts) and isinstance(module.packed.down[0], torch.ScriptObject)
 
@@ -85,20 +109,22 @@ def model_work(
     weight_bytes: int,
     num_layer_weights: int,
     item_bytes: int,
-    head_item_bytes: int,
+    head_item_bytes: float,
     kv_item_bytes: int,
     product_speed: float = 1.0,
     expert_bytes: float = 0.0,
+    table_bytes: float | None = None,
 ) -> ModelWork:
     """Compute the least work of a step. `weight_bytes` counts all parameters, with the input embedding, of which a step
-    reads a few rows, and all experts, of which `expert_bytes` are. Products of quantized layers run at `product_speed`
-    times the peak, so they count for that much less."""
+    reads a few rows, and all experts, of which `expert_bytes` are. `table_bytes` are those of embedding and head; None:
+    `item_bytes` for each weight. Products of quantized layers run at `product_speed` times the peak, so they count for
+    that much less."""
     head_weights = config.vocab_size * config.hidden_size
     tables = head_weights if config.tied_embeddings else 2 * head_weights
     met = num_layer_weights + config.chosen_share * config.num_expert_weights  # weights that a token passes
     groups = range(len(config.group_windows))
     return ModelWork(
-        layer_bytes=float(weight_bytes - tables * item_bytes) - expert_bytes,
+        layer_bytes=float(weight_bytes - (tables * item_bytes if table_bytes is None else table_bytes)) - expert_bytes,
         head_bytes=float(head_weights * head_item_bytes),
         operations_per_token=2.0 * met / product_speed,
         operations_per_draw=2.0 * head_weights,

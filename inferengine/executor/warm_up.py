@@ -22,12 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from inferengine.core.executor import Progress
-from inferengine.core.step_plan import BlockUpdates, PooledRow, SlotInit, StepPlan
-from inferengine.executor.cuda_graphs.decode import DecodeGraphs
-from inferengine.executor.cuda_graphs.mixed import MixedGraphs, MixedShape, without_slow
+from inferengine.core.executor import BlockUpdates, PooledRow, Progress, SlotInit, StepPlan
+from inferengine.executor.cuda_graphs import DecodeGraphs, MixedGraphs, MixedShape, without_slow
 from inferengine.executor.memory.kv_cache import KVCache
-from inferengine.executor.sampling.sampler import StepDraws
+from inferengine.executor.sampler import StepDraws
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.slots import Slots
 from inferengine.kernels.cuda.compilation import compiling_ahead

@@ -1,0 +1,319 @@
+"""OnnxModel: a model that ONNX Runtime computes, in the place of one made of torch modules.
+
+TorchExecutor drives it: slots, batches, sampling, log-probabilities, draft models and the KV cache's memory are the
+same. Tensors are handed over by their addresses (I/O binding): nothing is copied between torch and ONNX Runtime, and
+the graph writes keys and values into the executor's own cache (export.py).
+
+A step is one run for each stretch of neighbouring rows that compute about as many tokens, since the queries of a run
+are padded to its longest row: all decodes together, with short drafts; prompts mostly one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime
+import torch
+from torch import nn
+
+from inferengine.config import Config
+from inferengine.core.executor import Progress
+from inferengine.errors import ConfigError
+from inferengine.executor.load import LoadedModel
+from inferengine.executor.onnx.export import GRAPHS, Export, open_export, rotations
+from inferengine.executor.settings import ExecutorSettings, choose_device
+from inferengine.kernels.batch import Batch, StepColumns
+from inferengine.kernels.ops import Ops
+from inferengine.layers.attention import Attention
+from inferengine.layers.parallel import KEY, Communicator
+from inferengine.models.decoder import DecoderModel
+from inferengine.models.hf_config import read_json
+from inferengine.quantization.checkpoints import layout_of
+
+logger = logging.getLogger(__name__)
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}  # by engine.device
+INT8 = "int8_w8a8"  # what ONNX Runtime's dynamic quantization is among the values of model.quantization
+NUMBERS = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int64}
+PADDING = 1.5  # queries of a run over its tokens, at most
+SPARE = 16  # further queries that a run may be padded with
+GROW = "kSameAsRequested"  # CUDA memory beyond the weights is taken as needed: most of the rest is the KV cache's
+
+
+def resolve(config: Config) -> Config:
+    """Return the configuration with `engine.device` and number formats as this executor computes them. Raises
+    ConfigError naming what it cannot do."""
+    available = onnxruntime.get_available_providers()
+    device = choose_device(config.engine.device).type
+    if PROVIDERS[device] not in available:
+        if config.engine.device == "cuda":
+            raise ConfigError(
+                "engine.device", "this onnxruntime has no CUDA provider: pip install onnxruntime-gpu, or set it to cpu"
+            )
+        device = "cpu"
+    model, cache, engine = config.model, config.cache, config.engine
+    refused = {
+        "model.dtype": ("float32 alone: leave it at auto", model.dtype not in ("auto", "float32")),
+        "model.quantization": (f"none or {INT8} alone", model.quantization not in ("none", INT8)),
+        "model.adapters": ("no LoRA adapters: leave it empty, or set engine.executor to torch", bool(model.adapters)),
+        "cache.dtype": ("no FP8 cache: set it to auto", cache.dtype != "auto"),
+        "engine.deterministic": ("no fixed order of sums: set it to false", engine.deterministic),
+        KEY: ("one device: set it to 1", engine.tensor_parallel > 1),
+    }
+    for key, (what, found) in refused.items():
+        if found:
+            raise ConfigError(key, f"engine.executor = onnx computes with {what}")
+    return config.with_values(
+        model={"dtype": "float32"}, engine={"device": device, "tune": "off", "cuda_graphs": False}
+    )
+
+
+def load_onnx_model(
+    settings: ExecutorSettings, ops: Ops, progress: Progress, communicator: Communicator | None = None
+) -> LoadedModel:
+    """Export the checkpoint where that has not been done, and open the graphs: load_model's counterpart. `settings`
+    are of a configuration that `resolve` returned. Raises ConfigError."""
+    if layout_of(read_json(settings.folder / "config.json")) is not None:
+        raise ConfigError(
+            "model.path", "engine.executor = onnx reads weights in 16 or 32 bits: name a checkpoint that has them"
+        )
+    export = open_export(settings, progress)
+    try:
+        model = OnnxModel(export, settings)
+    except Exception as error:  # ONNX Runtime's, of which each has a class of its own
+        logger.warning("ONNX Runtime cannot read the export %s: %s", export.folder, error)
+        export = open_export(settings, progress, anew=True)
+        model = OnnxModel(export, settings)
+    progress("loading graphs", 1.0)
+    return LoadedModel(export.config, export.config, model, torch.float32, settings.quantization, None)
+
+
+class Run(NamedTuple):
+    """Tokens [first, last) of a step, computed together; `columns` are of their rows alone, without draws."""
+
+    first: int
+    last: int
+    columns: StepColumns
+
+
+def runs_of(columns: StepColumns, *, alone: bool = False) -> Iterator[Run]:
+    """Divide a step's rows into runs. `alone`: one for each row."""
+    bounds, num_rows, begin = columns.query_start, len(columns.row_slot), 0
+    while begin < num_rows:
+        end, longest = begin, 0
+        while end < num_rows:
+            longest = max(longest, int(bounds[end + 1] - bounds[end]))
+            tokens = int(bounds[end + 1] - bounds[begin])
+            if end > begin and (alone or longest * (end + 1 - begin) > PADDING * tokens + SPARE):
+                break
+            end += 1
+        first, last = int(bounds[begin]), int(bounds[end])
+        part = StepColumns(
+            columns.row_slot[begin:end],
+            columns.row_start[begin:end],
+            columns.row_len[begin:end],
+            bounds[begin : end + 1] - first,
+            columns.token_row[first:last] - begin,
+            columns.positions[first:last],
+            *(bounds[:0],) * 3,
+        )
+        yield Run(first, last, part)
+        begin = end
+
+
+def without_drafts(columns: StepColumns) -> StepColumns:
+    """Return the step with a row of its own for each token of the rows that verify draft tokens."""
+    verifies = np.bincount(columns.sample_rows, minlength=len(columns.row_slot)) > 1
+    begins = verifies[columns.token_row]
+    begins[columns.query_start[:-1]] = True
+    first = np.flatnonzero(begins).astype(np.int32)
+    bounds = np.append(first, np.int32(len(begins)))
+    return StepColumns(
+        columns.row_slot[columns.token_row[first]],
+        columns.positions[first],
+        columns.positions[bounds[1:] - 1] + 1,
+        bounds,
+        (np.cumsum(begins) - 1).astype(np.int32),
+        columns.positions,
+        *(bounds[:0],) * 3,
+    )
+
+
+class Binding:
+    """One graph, its session and the addresses of its inputs and outputs."""
+
+    def __init__(self, session: onnxruntime.InferenceSession) -> None:
+        self._session, self._io = session, session.io_binding()
+
+    def input(self, name: str, tensor: torch.Tensor) -> None:
+        """Read an input from this memory, which must live until the next `run` has ended."""
+        self._io.bind_input(name, *_address(tensor))
+
+    def output(self, name: str, tensor: torch.Tensor) -> None:
+        """Write an output to this memory."""
+        self._io.bind_output(name, *_address(tensor))
+
+    def run(self) -> None:
+        """Compute."""
+        self._session.run_with_iobinding(self._io)
+
+
+def _address(tensor: torch.Tensor) -> tuple[str, int, Any, tuple[int, ...], int]:
+    if not tensor.is_contiguous():
+        raise ValueError("only contiguous tensors have one address")
+    device = tensor.device
+    return device.type, device.index or 0, NUMBERS[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()
+
+
+class OnnxNorm(nn.Module):
+    """The final norm."""
+
+    def __init__(self, binding: Binding) -> None:
+        super().__init__()
+        self._binding = binding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, E] -> the same shape."""
+        out = torch.empty_like(x)
+        self._binding.input("hidden", x)
+        self._binding.output("normed", out)
+        self._binding.run()
+        return out
+
+
+class OnnxModel(DecoderModel):
+    """Token ids of a batch -> residual stream, computed by ONNX Runtime. Its layers are the family's own, without
+    weights: the KV cache is bound to their attention, and they tell sizes."""
+
+    can_be_captured = False
+    plans_attention = True
+
+    def __init__(self, export: Export, settings: ExecutorSettings) -> None:
+        """Raises what ONNX Runtime raises for files that it cannot read."""
+        super().__init__()
+        self.config, self._device = export.config, settings.device
+        sessions = {name: _session(export, name, settings) for name in GRAPHS}
+        self._body, self._head = Binding(sessions["body"]), Binding(sessions["head"])
+        self.embed, self.layers, self.head = export.model.embed, export.model.layers, export.model.head
+        self.norm = OnnxNorm(Binding(sessions["norm"]))
+        self._attentions = [module for module in self.modules() if isinstance(module, Attention)]
+        self._bound: list[torch.Tensor | None] = []  # the cache that the body reads and writes
+        self._angles: list[torch.Tensor] = []
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """[T] ids -> residual stream [T, E]."""
+        if batch.columns is None:
+            raise RuntimeError("the columns of a step are needed on the host")
+        self._bind_cache()
+        columns = batch.columns
+        if batch.isolated:
+            self._clear(batch, columns)
+            columns = without_drafts(columns)
+        hidden = torch.empty(batch.num_tokens, self.config.hidden_size, dtype=torch.float32, device=self._device)
+        for run in runs_of(columns, alone=batch.isolated):
+            self._run(batch, run, hidden)
+        return hidden
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, E] rows of the residual stream -> [N, V]."""
+        out = torch.empty(len(x), self.config.vocab_size, dtype=torch.float32, device=x.device)
+        self._head.input("hidden", x.contiguous())
+        self._head.output("logits", out)
+        self._head.run()
+        return out
+
+    def _bind_cache(self) -> None:
+        """Bind cache and rotations, which stay where they are until another cache is allocated."""
+        caches = [attention.kv for attention in self._attentions]
+        if len(caches) == len(self._bound) and all(map(operator.is_, caches, self._bound)):
+            return
+        for index, kv in enumerate(caches):
+            assert kv is not None  # KVCache.bind came before
+            rows = kv.view(-1, *kv.shape[-2:])  # [blocks * 2 * K, block_size, D]
+            self._body.input(f"kv.{index}", rows)
+            self._body.output(f"kv_out.{index}", rows)
+        tables = {attention.rope: attention.cos_sin for attention in self._attentions}
+        self._angles = []
+        for index, rope in enumerate(rotations(self.config)):
+            table = tables[rope]
+            assert table is not None  # KVCache.bind came before
+            for name, half in zip(("cos", "sin"), table.chunk(2, dim=1), strict=True):
+                self._angles.append(half.contiguous())
+                self._body.input(f"{name}.{index}", self._angles[-1])
+        self._bound = caches
+
+    def _run(self, batch: Batch, run: Run, hidden: torch.Tensor) -> None:
+        first, last, columns = run
+        counts = np.diff(columns.query_start)
+        starts, width = columns.query_start[:-1], int(counts.max())
+        queries = starts[:, None] + np.minimum(_arange(width), counts[:, None] - 1)
+        places = columns.token_row * width + _arange(last - first) - starts[columns.token_row]
+        inputs = {
+            "positions": columns.positions.astype(np.int64),
+            "query_tokens": queries.astype(np.int32),
+            "token_places": places.astype(np.int32),
+        }
+        for group, window in enumerate(self.config.group_windows):
+            table = batch.block_tables[group].cpu().numpy()
+            inputs |= _keys(columns, table, batch.block_size, group, window)
+        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in inputs.items()}
+        tensors["input_ids"] = batch.input_ids[first:last]
+        for name, tensor in tensors.items():
+            self._body.input(name, tensor)
+        self._body.output("hidden", hidden[first:last])
+        self._body.run()
+
+    def _clear(self, batch: Batch, columns: StepColumns) -> None:
+        """Clear the places of the step's tokens and what earlier requests left behind them: a key that is not seen
+        counts 0 times, which is NaN where its value is."""
+        for attention in self._attentions:
+            assert attention.kv is not None  # KVCache.bind came before
+            table = batch.block_tables[attention.group].tolist()
+            for slot, start, end in zip(columns.row_slot, columns.row_start, columns.row_len, strict=True):
+                for index in range(start // batch.block_size, (end - 1) // batch.block_size + 1):
+                    offset = max(0, start - index * batch.block_size)
+                    attention.kv[table[slot][index], :, :, offset:] = 0.0
+
+
+def _keys(columns: StepColumns, table: np.ndarray, size: int, group: int, window: int | None) -> dict[str, np.ndarray]:
+    """Where the keys of a KV group are written and read. A row with fewer blocks than another has its first one in the
+    rest of its table: what is read there stands behind its last token, and is not seen."""
+    written = table[columns.row_slot[columns.token_row], columns.positions // size]
+    first_key = np.zeros(len(columns.row_slot), dtype=np.int64)
+    if window is not None:
+        first_key = np.maximum(columns.row_start.astype(np.int64) + 1 - window, 0)
+    first_block = first_key // size
+    num_blocks = -(-columns.row_len // size) - first_block
+    column = _arange(int(num_blocks.max()))
+    index = first_block[:, None] + np.where(column < num_blocks[:, None], column, 0)
+    return {
+        f"slots.{group}": np.stack((written, columns.positions % size), axis=1).astype(np.int64),
+        f"block_tables.{group}": table[columns.row_slot[:, None], index].astype(np.int64),
+        f"key_starts.{group}": first_block * size,
+    }
+
+
+def _arange(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int64)
+
+
+def _session(export: Export, name: str, settings: ExecutorSettings) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = settings.threads or torch.get_num_threads()
+    options.log_severity_level = 3  # errors: warnings are of optimizations that were not made
+    # A thread that spins between products keeps the front ends' from running where cores are few.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    providers: list[tuple[str, dict[str, str]]] = [(PROVIDERS["cpu"], {})]
+    if settings.device.type == "cuda":
+        stream = torch.cuda.current_stream(settings.device).cuda_stream
+        on_card = {
+            "device_id": str(settings.device.index or 0),
+            "arena_extend_strategy": GROW,
+            "user_compute_stream": str(stream),  # a run begins when what torch launched before it has ended
+        }
+        providers.insert(0, (PROVIDERS["cuda"], on_card))
+    return onnxruntime.InferenceSession(str(export.graph(name)), options, providers=providers)
