@@ -7,10 +7,11 @@ Roofline (Williams, Waterman, Patterson, 2009) adds up how close steps come to t
 Bytes are the weights once, the head's only where something is drawn, and the keys and values that the step's tokens
 look back to, once for each row; of a mixture's experts, those that as many tokens choose on average where all experts
 are chosen equally often. Operations are two for each weight and token, and four for each pair of query and key,
-head and dimension. Launches, norms, sampling and the time of the host do not count. A prefix that several rows share is
-counted for each of them, and a draft model is not counted. The time taken is from when the device could begin (the
-launch, or the result before) until the result is there. The peaks are those of the device's data sheet, or measured:
-see executor/tools/device_peaks.py.
+head and dimension. To that, ranks that share a model add the time in which their sums pass the link between them: a
+sum waits for the product before it, and the product after it for the sum. Launches, norms, sampling and the time of the
+host do not count. A prefix that several rows share is counted for each of them, and a draft model is not counted. The
+time taken is from when the device could begin (the launch, or the result before) until the result is there. The peaks
+are those of the device's data sheet, or measured: see executor/tools/device_peaks.py.
 
 StepTimes learns from finished steps how long a step should take. A step has a size (`work`: its least time, where a
 roofline tells, else a count of tokens) and features: what costs time beside the model's own products. A finished step
@@ -28,9 +29,9 @@ from collections.abc import Callable
 from math import exp, frexp
 from typing import Any, NamedTuple
 
+from inferengine.core.executor import StepPlan
 from inferengine.core.scheduler.planner import ScheduledStep
 from inferengine.core.sequence import Request
-from inferengine.core.step_plan import StepPlan
 from inferengine.sampling_params import SamplingParams
 
 PHASES = ("decode", "prefill", "mixed")
@@ -65,14 +66,16 @@ class ModelWork(NamedTuple):
     groups: tuple[AttentionGroup, ...]
     expert_bytes: float = 0.0  # of a mixture's experts, all together
     chosen_share: float = 1.0  # of its experts that a token passes
+    sent_bytes_per_token: float = 0.0  # to other ranks, which hold the rest of the model
 
 
 class DevicePeaks(NamedTuple):
-    """What a device can do at most. `source` says where the two figures come from, for people."""
+    """What a device can do at most. `source` says where the figures come from, for people."""
 
     bytes_per_s: float
     operations_per_s: float
     source: str
+    sent_bytes_per_s: float = 0.0  # to other devices; 0: unknown, and what is sent does not count
 
 
 class Roofline:
@@ -85,6 +88,7 @@ class Roofline:
         self.work = work
         self.peaks = peaks
         self._byte_s, self._operation_s = 1.0 / peaks.bytes_per_s, 1.0 / peaks.operations_per_s
+        self._sent_token_s = work.sent_bytes_per_token / peaks.sent_bytes_per_s if peaks.sent_bytes_per_s else 0.0
         self._phases = {phase: _Phase() for phase in PHASES}
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -118,7 +122,7 @@ class Roofline:
                     pairs += inside * (start + 0.5 * (inside + 1)) + (count - inside) * window
             size += keys * kv_bytes
             operations += pairs * pair_operations
-        return max(size * self._byte_s, operations * self._operation_s)
+        return max(size * self._byte_s, operations * self._operation_s) + plan.num_tokens * self._sent_token_s
 
     def to_map(self) -> dict[str, Any]:
         """Return the figures for /stats: by phase that had steps, how many, and the two times since the start."""

@@ -8,7 +8,7 @@ from array import array
 from inferengine.core.executor import Capacity, KVGroup
 from inferengine.core.scheduler.scheduler import Scheduler, SchedulerOptions
 from inferengine.core.sequence import Request, Sequence
-from inferengine.core.speculation.proposers import Proposer
+from inferengine.core.speculation import Proposer
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec

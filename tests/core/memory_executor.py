@@ -11,8 +11,7 @@ from __future__ import annotations
 import zlib
 from array import array
 
-from inferengine.core.executor import Capacity, Progress
-from inferengine.core.step_plan import BlockCopies, StepPlan, StepResult
+from inferengine.core.executor import BlockCopies, Capacity, Progress, StepPlan, StepResult
 
 VOCAB_SIZE = 97
 EOS = 7

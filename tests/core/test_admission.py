@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inferengine.core.scheduler.admission import AdmissionLimits, admit, resolve_max_tokens
+from inferengine.core.scheduler.queues import AdmissionLimits, admit, resolve_max_tokens
 from inferengine.errors import InferEngineError, InvalidRequest
 
 LIMITS = AdmissionLimits(max_model_len=100, num_kv_tokens=80, max_queued_requests=4, max_queued_tokens=1000)

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from inferengine.core.constraints import TokenRules, bits, token_rules
+from inferengine.core.executor import StepPlan, StepResult
 from inferengine.core.sequence import RowFailure
-from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.sampling_params import SamplingParams
 from tests.core.builders import Run, make_request
 

@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from inferengine.core.scheduler.fault_isolation import FaultIsolationQueue
-from inferengine.core.scheduler.queues import POLICIES
+from inferengine.core.executor import StepPlan, StepResult
+from inferengine.core.scheduler.queues import POLICIES, FaultIsolationQueue
 from inferengine.core.sequence import Sequence, SequenceStatus
-from inferengine.core.step_plan import StepPlan, StepResult
 from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
 
 FAILED = ("error", ("engine_error", "The engine failed while computing this request."))

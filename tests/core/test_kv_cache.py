@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from inferengine.core.kv_cache.block_pool import BlockPool, PrefixCache, block_hash, root_hash
+from inferengine.core.executor import StepPlan, StepResult
+from inferengine.core.kv_cache import BlockPool, PrefixCache, block_hash, root_hash
 from inferengine.core.sequence import RowFailure
-from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import StepFailed
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 

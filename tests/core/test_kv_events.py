@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from inferengine.core.kv_cache.block_pool import AllBlocksCleared, BlockRemoved, BlockStored, block_hash, root_hash
+from inferengine.core.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, block_hash, root_hash
 from tests.core.builders import Run, make_capacity, make_request
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 
-from inferengine.core.mask_threads import MaskThreads
+from inferengine.core.constraints import MaskThreads
 
 
 def clock(step_s: float) -> itertools.count[float]:

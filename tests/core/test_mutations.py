@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from inferengine.core.kv_cache import manager as kv_manager
-from inferengine.core.kv_cache.block_pool import BlockPool, PrefixCache
-from inferengine.core.kv_cache.manager import KVCacheManager, PrefixHit, SwapSpace
+from inferengine.core import kv_cache
+from inferengine.core.kv_cache import BlockPool, KVCacheManager, PrefixCache, PrefixHit, SwapSpace
 from inferengine.core.scheduler.planner import StepBuilder
-from inferengine.core.scheduler.queues.fcfs import FirstComeFirstServed
+from inferengine.core.scheduler.queues import FirstComeFirstServed
 from inferengine.core.scheduler.scheduler_state import SchedulerState, WaitingForks
 from tests.core.test_random_machine import walk
 
@@ -48,7 +47,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[[Wrap], Wrap]]] = {
         lambda record: lambda self, group, slot, first, blocks: record(self, group, slot, first, blocks[:-1]),
     ),
     "a hash does not cover what came before": (
-        kv_manager,
+        kv_cache,
         "block_hash",
         lambda block_hash: lambda parent, tokens: block_hash(b"", tokens),
     ),

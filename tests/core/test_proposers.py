@@ -7,7 +7,7 @@ import random
 import pytest
 
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation.proposers import MAX_MATCH, NgramProposer
+from inferengine.core.speculation import MAX_MATCH, NgramProposer
 from tests.core.builders import VOCAB_SIZE, Run, expected_output, make_capacity, make_request
 
 

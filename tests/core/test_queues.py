@@ -8,11 +8,9 @@ import random
 import pytest
 
 from inferengine.config import keys
-from inferengine.core.kv_cache.block_pool import EVICTION
-from inferengine.core.scheduler.planner import MINIMUM_CHUNK, ChunkedPrefillController
-from inferengine.core.scheduler.preemption import PREEMPTION_POLICIES
-from inferengine.core.scheduler.queues import POLICIES
-from inferengine.core.scheduler.queues.fair_share import MAX_IDLE_TENANTS, FairShare
+from inferengine.core.kv_cache import EVICTION
+from inferengine.core.scheduler.planner import MINIMUM_CHUNK, PREEMPTION_POLICIES, ChunkedPrefillController
+from inferengine.core.scheduler.queues import MAX_IDLE_TENANTS, POLICIES, FairShare
 from inferengine.core.sequence import Sequence
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 

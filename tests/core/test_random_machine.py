@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inferengine.core.kv_cache.block_pool import EVICTION
-from inferengine.core.scheduler.preemption import PREEMPTION_POLICIES
+from inferengine.core.kv_cache import EVICTION
+from inferengine.core.scheduler.planner import PREEMPTION_POLICIES
 from inferengine.core.scheduler.queues import POLICIES
 from inferengine.core.sequence import Request
 from inferengine.engine.core import StepFailed

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from inferengine.core.executor import StepFuture
+from inferengine.core.executor import StepFuture, StepPlan
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation.speculator import (
+from inferengine.core.speculation import (
     FIRST_PAUSE,
     LAST_PAUSE,
     MIN_GAIN,
@@ -16,7 +16,6 @@ from inferengine.core.speculation.speculator import (
     TRIAL_LENGTH,
     SpeculationController,
 )
-from inferengine.core.step_plan import StepPlan
 from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
 from tests.core.memory_executor import MemoryExecutor
 

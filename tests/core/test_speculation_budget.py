@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import pytest
 
+from inferengine.core.executor import StepPlan, StepResult
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Sequence
-from inferengine.core.speculation.speculator import FIRST_BUDGET, MAX_BUDGET, REFILL, SpeculationBudget
-from inferengine.core.step_plan import StepPlan, StepResult
+from inferengine.core.speculation import FIRST_BUDGET, MAX_BUDGET, REFILL, SpeculationBudget
 from inferengine.engine.core import EngineCore
 from tests.core.builders import make_capacity, make_request
 

@@ -10,7 +10,7 @@ import pytest
 from inferengine.config import Config, load
 from inferengine.config.model_path import EMBEDDED, EMBEDDED_DRAFT, draft_folder
 from inferengine.core.executor import Capacity, KVGroup
-from inferengine.core.speculation.proposers import build_proposer, speculation_method
+from inferengine.core.speculation import build_proposer, speculation_method
 from inferengine.engine.options import scheduler_options
 from inferengine.errors import ConfigError
 

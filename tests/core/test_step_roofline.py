@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from inferengine.core.step_plan import StepPlan
+from inferengine.core.executor import StepPlan
 from inferengine.core.step_time import AttentionGroup, DevicePeaks, ModelWork, Roofline, decode_keys, phase_of
 
 ONE_BYTE_A_SECOND = DevicePeaks(1.0, 1e30, "test")
@@ -66,6 +66,13 @@ def test_whichever_takes_longer_decides() -> None:
     ]
     assert Roofline(work, peaks).least_s(plan) == max(both)
     assert both[0] > both[1], "64 tokens of a prompt are arithmetic"
+
+
+def test_what_ranks_send_each_other_comes_on_top() -> None:
+    plan, alone = make_plan([], [(0, 64)]), Roofline(make_work(), ONE_BYTE_A_SECOND)
+    shared = Roofline(make_work(sent_bytes_per_token=6.0), ONE_BYTE_A_SECOND._replace(sent_bytes_per_s=3.0))
+    assert shared.least_s(plan) == alone.least_s(plan) + 64 * 2
+    assert Roofline(shared.work, ONE_BYTE_A_SECOND).least_s(plan) == alone.least_s(plan), "the link is not known"
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 7, 100])

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from inferengine.core.executor import BlockCopies, StepPlan
 from inferengine.core.scheduler.planner import ScheduledStep
 from inferengine.core.sequence import Request, Sequence
-from inferengine.core.step_plan import BlockCopies, StepPlan
 from inferengine.core.step_time import (
     MAX_REFERENCES,
     StallRule,

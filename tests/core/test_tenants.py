@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from inferengine.core.scheduler.queues import fair_share
-from inferengine.core.scheduler.queues.fair_share import FairShare
+from inferengine.core.scheduler import queues
+from inferengine.core.scheduler.queues import FairShare
 from inferengine.core.sequence import Request, Sequence
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 
@@ -264,7 +264,7 @@ def test_a_claim_preempts_no_sequence_that_would_be_admitted_again_at_once() -> 
 
 def test_the_counter_of_a_tenant_may_be_dropped_during_fault_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Suspects wait for their trial outside the queue of their tenant, which looks idle."""
-    monkeypatch.setattr(fair_share, "MAX_IDLE_TENANTS", 2)
+    monkeypatch.setattr(queues, "MAX_IDLE_TENANTS", 2)
     requests = [make_request(uid, 6, 12, tenant=f"tenant {uid}") for uid in range(1, 7)]
     others = [make_request(uid, 6, 4, tenant=f"tenant {uid}") for uid in range(20, 23)]
     run = Run(make_capacity(200, max_num_seqs=8), policy="fair").submit(*requests)

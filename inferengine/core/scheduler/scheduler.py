@@ -14,7 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from inferengine.core.constraints import Grammar, TokenRules, token_rules
-from inferengine.core.executor import Capacity
+from inferengine.core.executor import Capacity, StepResult, TokenLogprobs
 from inferengine.core.scheduler.planner import PlannedStep, Planner, ScheduledStep
 from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerSnapshot, SchedulerState
 from inferengine.core.sequence import (
@@ -28,9 +28,7 @@ from inferengine.core.sequence import (
     refusal,
     stop_reason,
 )
-from inferengine.core.speculation.proposers import Proposer
-from inferengine.core.speculation.speculator import Speculator
-from inferengine.core.step_plan import StepResult, TokenLogprobs
+from inferengine.core.speculation import Proposer, Speculator
 from inferengine.errors import InferEngineError, InvalidRequest
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerOptions", "StepOutput"]
@@ -260,7 +258,7 @@ class Scheduler:
         """End the requests of `rows` of a step without a result; the others start over from their known tokens.
 
         With `rows` None it is not known which request is at fault. Then everything that runs starts over, and fault
-        isolation looks for it (core/scheduler/fault_isolation.py).
+        isolation looks for it (core/scheduler/queues.py).
 
         A step writes into blocks of its own rows alone. Those of its blocks that are in the prefix cache are in
         `offered`: a decode's block is offered only when its step is committed. A sequence that has adopted one since

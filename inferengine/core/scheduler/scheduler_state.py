@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from inferengine.core.constraints import Grammar
 from inferengine.core.executor import Capacity
-from inferengine.core.kv_cache.manager import KVCacheManager, PrefixHit
-from inferengine.core.scheduler.fault_isolation import FaultIsolationQueue
-from inferengine.core.scheduler.queues import POLICIES
+from inferengine.core.kv_cache import KVCacheManager, PrefixHit
+from inferengine.core.scheduler.queues import POLICIES, FaultIsolationQueue
 from inferengine.core.sequence import FinishDetail, Finished, Request, Sequence, SequenceStatus, terminal_row
 
 

@@ -1,0 +1,778 @@
+"""The waiting queue: whether a request may join it, in which order waiting sequences are admitted, and how the request
+that makes steps fail is found.
+
+Admission is decided at once, before any work for the request. Pure: the caller (the intake) passes what waits now. An
+unlimited queue would only turn overload into timeouts.
+
+A policy is a class and a line in POLICIES:
+
+- FirstComeFirstServed; and StaticBatch, the baseline that continuous batching is measured against.
+- OrderedQueue: the sequence with the smallest key first. The key is fixed at arrival, so a heap is enough. Ageing
+  without re-sorting: if a sequence's urgency grows by one unit per `ageing_s` of waiting, all waiting sequences gain at
+  the same rate, and their order is that of (unaged key + arrival / ageing_s), which does not change with time. So no
+  request starves: one that waits long enough is older than anything that can still arrive.
+- FairShare: fair share between tenants (Virtual Token Counter: Sheng et al., Fairness in Serving Large Language Models,
+  2024). Each tenant has a counter of its service: its prompt tokens when a request is admitted first, its output tokens
+  as they are generated, an output token weighing more than a prompt token because it costs more. A waiting tenant of
+  which nothing runs is admitted before those of which something does; among equals the smallest counter is next. A
+  tenant that comes back after a pause starts no lower than the least served active one: idling earns nothing. Two
+  tenants that always have work get service within a constant of each other. With one tenant this is first come, first
+  served, in the same order and at the same cost.
+
+FaultIsolationQueue finds the request that makes steps fail, where the executor does not know which one it is. It wraps
+the policy's queue, because suspects wait: for their trial, or for the end of the others'. A failed step has lost its
+work, not its requests: outputs are logs and a draw is a function of (seed, position), so computing it again gives the
+same. All sequences with a row in the failed step are suspects. They run again, all together first (the failure may not
+occur again), then in halves. A half that fails is halved again, and the request that fails alone is at fault. Meanwhile
+no other request is computed: it would be a suspect, too. This costs at most log2(suspects) + 2 failed steps. If too
+many trials in a row fail, no single request is at fault, and all suspects end.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+from inferengine.core.sequence import Sequence, SequenceStatus
+from inferengine.errors import InferEngineError, InvalidRequest
+
+# -- admission ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """What the engine can take. Lengths in tokens."""
+
+    max_model_len: int
+    num_kv_tokens: int  # what the KV pool holds when empty
+    max_queued_requests: int
+    max_queued_tokens: int
+    max_tenant_requests: int = 0  # 0: no limit of its own
+
+
+def check_prompt(num_prompt: int, limits: AdmissionLimits) -> None:
+    """Check a prompt without output, which may take the whole context. Raises InvalidRequest."""
+    if num_prompt == 0:
+        raise InvalidRequest("prompt", "must hold at least one token")
+    if num_prompt > limits.max_model_len:
+        raise InvalidRequest(
+            "prompt",
+            f"This model's maximum context length is {limits.max_model_len} tokens; the prompt has {num_prompt}. "
+            "Shorten the prompt.",
+            code="context_length_exceeded",
+        )
+    if num_prompt > limits.num_kv_tokens:
+        raise InvalidRequest(
+            "prompt",
+            f"The KV cache holds {limits.num_kv_tokens} tokens; the prompt has {num_prompt}.",
+            code="prompt_never_fits",
+        )
+
+
+def resolve_max_tokens(num_prompt: int, max_tokens: int | None, limits: AdmissionLimits, *, min_tokens: int = 0) -> int:
+    """Return the output length to run with. None is resolved to what context and pool allow.
+
+    An explicit one is never cut. Raises InvalidRequest if it does not fit, or if `min_tokens` does not.
+    """
+    if num_prompt == 0:
+        raise InvalidRequest("prompt", "must hold at least one token")
+    room = limits.max_model_len - num_prompt
+    if room < 1:
+        raise InvalidRequest(
+            "prompt",
+            f"This model's maximum context length is {limits.max_model_len} tokens, of which one is needed for the "
+            f"output; the prompt has {num_prompt}. Shorten the prompt.",
+            code="context_length_exceeded",
+        )
+    if max_tokens is not None and max_tokens > room:
+        raise InvalidRequest(
+            "max_tokens",
+            f"This model's maximum context length is {limits.max_model_len} tokens; the prompt has {num_prompt}, so "
+            f"max_tokens may be at most {max(1, min(room, limits.num_kv_tokens - num_prompt))}; got {max_tokens}.",
+            code="context_length_exceeded",
+        )
+    needed = num_prompt + (max_tokens or 1)
+    if needed > limits.num_kv_tokens:
+        raise InvalidRequest(
+            "prompt" if max_tokens is None else "max_tokens",
+            f"The KV cache holds {limits.num_kv_tokens} tokens; prompt and output need {needed}.",
+            code="prompt_never_fits",
+        )
+    found = min(room, limits.num_kv_tokens - num_prompt) if max_tokens is None else max_tokens
+    if min_tokens > found:
+        message = f"The prompt leaves room for {found} tokens; min_tokens is {min_tokens}."
+        raise InvalidRequest("min_tokens", message, code="context_length_exceeded")
+    return found
+
+
+def admit(
+    num_prompt: int,
+    num_choices: int,
+    *,
+    queued_requests: int,
+    queued_tokens: int,
+    tokens_per_s: float,
+    limits: AdmissionLimits,
+    ahead: tuple[int, int] | None = None,
+    tenant_requests: int = 0,
+    time_left_s: float | None = None,
+) -> None:
+    """Raise `overloaded`, `rate_limited` or `deadline_exceeded`, each with a time to retry after, or return.
+
+    `tokens_per_s` is the measured rate at which prompts are taken in (0: not known yet), `ahead` the requests and
+    prompt tokens that are admitted before this one (None: all that wait), `tenant_requests` how many requests of the
+    same tenant have not ended. An empty queue takes any request of a tenant below its limit. A full queue still takes
+    requests of a tenant with less than its share of it, up to twice its limits. A deadline that the wait in the queue
+    would exceed is refused now: the request would only delay others.
+    """
+    requests_ahead, tokens_ahead = (queued_requests, queued_tokens) if ahead is None else ahead
+    cap = limits.max_tenant_requests
+    if cap and tenant_requests + num_choices > cap:
+        message = f"This tenant has {tenant_requests} unfinished requests; at most {cap} may be."
+        raise InferEngineError("rate_limited", message, field="tenant", retry_after_s=1.0)
+    wait_s = tokens_ahead / tokens_per_s if tokens_per_s > 0 else 0.0
+    if time_left_s is not None:
+        needed_s = wait_s + (num_prompt / tokens_per_s if tokens_per_s > 0 else 0.0)
+        if needed_s > time_left_s or time_left_s <= 0:
+            message = f"The first token is about {needed_s:.2f} s away, the deadline {max(0.0, time_left_s):.2f} s."
+            raise InferEngineError("deadline_exceeded", message, field="deadline", retry_after_s=max(1.0, wait_s))
+    if queued_requests == 0:
+        return
+    tokens = num_prompt * num_choices
+    most_requests, most_tokens = limits.max_queued_requests, limits.max_queued_tokens
+    if queued_requests + num_choices <= most_requests and queued_tokens + tokens <= most_tokens:
+        return
+    if requests_ahead + num_choices <= most_requests and tokens_ahead + tokens <= most_tokens:
+        most_requests, most_tokens = 2 * most_requests, 2 * most_tokens
+    over_requests = queued_requests + num_choices > most_requests
+    if not over_requests and queued_tokens + tokens <= most_tokens:
+        return
+    what = f"{queued_requests} requests" if over_requests else f"{queued_tokens} prompt tokens"
+    retry_after_s = min(60.0, max(1.0, wait_s if wait_s else 1.0))
+    raise InferEngineError("overloaded", f"The queue is full: {what} wait.", retry_after_s=retry_after_s)
+
+
+# -- what the scheduler needs of a policy ------------------------------------------------------------------------------
+
+
+class WaitingQueue(Protocol):
+    """Holds WAITING and PREEMPTED sequences. Removal may be lazy, but `len` and `num_tokens` are exact."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens waiting (the output of a preempted sequence may still grow)."""
+        ...
+
+    @property
+    def tenants(self) -> TenantShares | None:
+        """The shares of tenants; None where the policy does not know tenants."""
+        ...
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a new sequence."""
+        ...
+
+    def push_back(self, sequence: Sequence) -> None:
+        """Add a preempted sequence: it goes before all that were never admitted."""
+        ...
+
+    def peek(self, now: float, num_running: int) -> Sequence | None:
+        """Return the sequence to admit next, or None."""
+        ...
+
+    def pop(self) -> Sequence:
+        """Take out the sequence that `peek` returned."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence whose status has been set to FINISHED."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+
+class TenantShares(Protocol):
+    """What a queue that knows tenants does beyond the order of waiting."""
+
+    def started(self, sequence: Sequence) -> None:
+        """Count the sequence that `pop` returned as running."""
+        ...
+
+    def stopped(self, sequence: Sequence) -> None:
+        """Count a sequence as not running; if it waits again, it has been pushed back before."""
+        ...
+
+    def claimant(self, now: float, num_slots: int) -> Sequence | None:
+        """Return the sequence that `peek` returns if its tenant has nothing running, or much less than its share of the
+        slots, while others run; else None."""
+        ...
+
+    def is_preemptible(self, sequence: Sequence, claimant: Sequence, num_slots: int) -> bool:
+        """Whether the tenant of this running sequence keeps its share without it."""
+        ...
+
+    def share(self) -> float:
+        """Return a tenant's share of the engine: one over the number of active tenants."""
+        ...
+
+    def victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
+        """Return which of these running sequences, in order of admission, is preempted next."""
+        ...
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """Charge a sequence's tenant for generated tokens."""
+        ...
+
+    def charge_each(self, sequences: SequenceOf[Sequence], layout: int) -> None:
+        """Charge one token for each sequence. Equal `layout` means the very same sequences."""
+        ...
+
+    def ahead_of(self, tenant: str) -> tuple[int, int]:
+        """Return about how many requests and prompt tokens are admitted before a new request of this tenant. In any
+        thread."""
+        ...
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+FEW_REMOVED = 32  # removed entries that are kept in any case
+
+
+def is_mostly_removed(num_removed: int, length: int) -> bool:
+    """Whether to drop removed entries now instead of at the head of the queue.
+
+    Else cancelled requests would pile up while nothing is admitted. The cost is O(1) per removal, amortised.
+    """
+    return num_removed > FEW_REMOVED and 2 * num_removed > length
+
+
+class FirstComeFirstServed:
+    """Order of arrival. A removed sequence stays in the queue until it is its head, or most entries are removed."""
+
+    tenants = None
+
+    def __init__(self) -> None:
+        self._queue: deque[Sequence] = deque()
+        self._num_removed = 0
+        self.num_tokens = 0
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a new sequence."""
+        self._queue.append(sequence)
+        self.num_tokens += sequence.num_prompt
+
+    def push_back(self, sequence: Sequence) -> None:
+        """Add a preempted sequence, before all that were never admitted."""
+        self._queue.appendleft(sequence)
+        self.num_tokens += sequence.num_prompt
+
+    def peek(self, now: float, num_running: int) -> Sequence | None:
+        """Return the sequence to admit next, or None."""
+        while self._queue and self._queue[0].status is SequenceStatus.FINISHED:
+            self._queue.popleft()
+            self._num_removed -= 1
+        return self._queue[0] if self._queue else None
+
+    def pop(self) -> Sequence:
+        """Take out the sequence that `peek` returned."""
+        sequence = self._queue.popleft()
+        self.num_tokens -= sequence.num_prompt
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a finished sequence."""
+        self._num_removed += 1
+        self.num_tokens -= sequence.num_prompt
+        if is_mostly_removed(self._num_removed, len(self._queue)):
+            self._queue = deque(item for item in self if item is not sequence)
+            self._num_removed = 0
+
+    def __len__(self) -> int:
+        return len(self._queue) - self._num_removed
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for sequence in self._queue if sequence.status is not SequenceStatus.FINISHED)
+
+
+class StaticBatch(FirstComeFirstServed):
+    """Static batching: a batch runs to its last token before the next one is formed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._formed_at = float("-inf")
+
+    def peek(self, now: float, num_running: int) -> Sequence | None:
+        """Return the sequence to admit next, or None."""
+        if num_running == 0:
+            self._formed_at = now
+        head = super().peek(now, num_running)
+        if head is None or head.num_preemptions or now == self._formed_at:
+            return head
+        return None
+
+
+PRIORITY_AGEING_S = 10.0  # seconds of waiting that count as one level of priority
+TOKEN_AGEING_S = 0.01  # seconds of waiting that count as one token of length
+DEFAULT_SLACK_S = 60.0  # assumed deadline, from arrival, of a request without one
+
+
+def priority_key(sequence: Sequence) -> float:
+    """Order by `priority`, lower first, with ageing."""
+    return sequence.request.priority + sequence.request.arrival_s / PRIORITY_AGEING_S
+
+
+def shortest_key(sequence: Sequence) -> float:
+    """Order by the most work that a request can be (prompt + max_tokens), least first, with ageing."""
+    work = sequence.num_prompt + sequence.request.max_tokens
+    return work + sequence.request.arrival_s / TOKEN_AGEING_S
+
+
+def deadline_key(sequence: Sequence) -> float:
+    """Order by deadline, earliest first (Liu and Layland 1973)."""
+    request = sequence.request
+    return request.deadline_s if request.deadline_s is not None else request.arrival_s + DEFAULT_SLACK_S
+
+
+class OrderedQueue:
+    """A heap by `key`, ties by arrival. Preempted sequences come before all others, in the order of their keys."""
+
+    tenants = None
+
+    def __init__(self, key: Callable[[Sequence], float]) -> None:
+        self._key = key
+        self._heap: list[tuple[bool, float, int, Sequence]] = []
+        self._num_removed = 0
+        self.num_tokens = 0
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a new sequence."""
+        heapq.heappush(self._heap, (True, self._key(sequence), sequence.uid, sequence))
+        self.num_tokens += sequence.num_prompt
+
+    def push_back(self, sequence: Sequence) -> None:
+        """Add a preempted sequence, before all that were never admitted."""
+        heapq.heappush(self._heap, (False, self._key(sequence), sequence.uid, sequence))
+        self.num_tokens += sequence.num_prompt
+
+    def peek(self, now: float, num_running: int) -> Sequence | None:
+        """Return the sequence to admit next, or None."""
+        while self._heap and self._heap[0][3].status is SequenceStatus.FINISHED:
+            heapq.heappop(self._heap)
+            self._num_removed -= 1
+        return self._heap[0][3] if self._heap else None
+
+    def pop(self) -> Sequence:
+        """Take out the sequence that `peek` returned."""
+        sequence = heapq.heappop(self._heap)[3]
+        self.num_tokens -= sequence.num_prompt
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a finished sequence."""
+        self._num_removed += 1
+        self.num_tokens -= sequence.num_prompt
+        if is_mostly_removed(self._num_removed, len(self._heap)):
+            self._heap = [
+                item for item in self._heap if item[3] is not sequence and item[3].status is not SequenceStatus.FINISHED
+            ]
+            heapq.heapify(self._heap)
+            self._num_removed = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._num_removed
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (item[3] for item in sorted(self._heap[:]) if item[3].status is not SequenceStatus.FINISHED)
+
+
+PROMPT_WEIGHT = 1.0
+OUTPUT_WEIGHT = 2.0
+CLAIMED_SHARE = 0.25  # part of its share of slots that a tenant takes from others; with all of it two would alternate
+MAX_IDLE_TENANTS = 10_000  # counters kept of tenants with nothing waiting
+FEW_STALE = 32  # outdated heap entries that are kept in any case
+
+
+class FairShare:
+    """One queue in order of arrival per tenant; what was preempted goes to the head of its own."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, FirstComeFirstServed] = {}  # none of them is empty
+        self._counters: dict[str, float] = {}
+        self._num_running: Counter[str] = Counter()  # tenants with something running
+        self._idle: list[tuple[float, str]] = []  # heap of waiting tenants of which nothing runs, and of the others:
+        self._busy: list[tuple[float, str]] = []  # an entry counts if it is in the right one and equals the counter
+        self._floor = 0.0  # where a tenant starts when no other is active
+        self._head: FirstComeFirstServed | None = None
+        self._counts: Counter[str] = Counter()  # tokens by tenant of the steps of this layout:
+        self._layout = -1
+        self._length = 0
+        self.num_tokens = 0
+
+    @property
+    def tenants(self) -> FairShare:
+        """This queue shares the engine between tenants."""
+        return self
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a new sequence."""
+        self._count(sequence, 1)
+        self._queue_of(sequence.request.tenant).push(sequence)
+
+    def push_back(self, sequence: Sequence) -> None:
+        """Add a preempted sequence, before all that were never admitted."""
+        self._count(sequence, 1)
+        self._queue_of(sequence.request.tenant).push_back(sequence)
+
+    def peek(self, now: float, num_running: int) -> Sequence | None:
+        """Return the sequence to admit next, or None."""
+        if len(self._queues) == 1:
+            (self._head,) = self._queues.values()
+            return self._head.peek(now, num_running)
+        for heap, has_running in ((self._idle, False), (self._busy, True)):
+            while heap:
+                counter, tenant = heap[0]
+                if tenant not in self._queues or (tenant in self._num_running) != has_running:
+                    heapq.heappop(heap)
+                elif counter != self._counters[tenant]:
+                    heapq.heapreplace(heap, (self._counters[tenant], tenant))
+                else:
+                    self._head = self._queues[tenant]
+                    return self._head.peek(now, num_running)
+        return None
+
+    def pop(self) -> Sequence:
+        """Take out the sequence that `peek` returned."""
+        if self._head is None:
+            raise RuntimeError("pop without peek")
+        sequence, self._head = self._head.pop(), None
+        self._count(sequence, -1)
+        tenant = sequence.request.tenant
+        if not len(self._queues[tenant]):
+            del self._queues[tenant]
+        if not sequence.num_preemptions:
+            num_prompt = sequence.num_prompt if sequence.leader is None else 1  # who shares a prompt computes one token
+            self._counters[tenant] += PROMPT_WEIGHT * num_prompt * sequence.token_cost
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a finished sequence."""
+        self._count(sequence, -1)
+        tenant = sequence.request.tenant
+        queue = self._queues[tenant]
+        queue.remove(sequence)
+        if not len(queue):  # only removed entries are left
+            del self._queues[tenant]
+            self._sweep()
+            self._left(tenant)
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def started(self, sequence: Sequence) -> None:
+        """Count a sequence as running."""
+        tenant = sequence.request.tenant
+        if tenant not in self._counters:  # dropped while the sequence waited for fault isolation, not here
+            self._lift(tenant)
+        self._num_running[tenant] += 1
+        if self._num_running[tenant] == 1 and tenant in self._queues:
+            self._enter(tenant)
+
+    def stopped(self, sequence: Sequence) -> None:
+        """Count a sequence as not running."""
+        tenant = sequence.request.tenant
+        self._num_running[tenant] -= 1
+        if not self._num_running[tenant]:
+            del self._num_running[tenant]
+            if tenant in self._queues:
+                self._enter(tenant)
+            else:
+                self._left(tenant)
+
+    def claimant(self, now: float, num_slots: int) -> Sequence | None:
+        """Return the next sequence if its tenant has much less than its share; None if it has to wait."""
+        if not self._queues or not self._num_running or self.share() == 1.0:
+            return None
+        sequence = self.peek(now, len(self._num_running))
+        if sequence is None:
+            return None
+        num_running = self._num_running[sequence.request.tenant]
+        return sequence if num_running == 0 or num_running < CLAIMED_SHARE * self.share() * num_slots else None
+
+    def share(self) -> float:
+        """Return one over the number of active tenants."""
+        return 1 / max(1, len(self._num_running.keys() | self._queues.keys()))
+
+    def victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
+        """Return the sequence admitted last of the tenant with the most running: a tenant that floods the engine must
+        not preempt the others."""
+        if len(self._num_running) > 1:
+            count = Counter(sequence.request.tenant for sequence in candidates)
+            heaviest = max(count, key=lambda tenant: (self._num_running[tenant], self._counters[tenant]))
+            return next(item for item in reversed(candidates) if item.request.tenant == heaviest)
+        return candidates[-1]
+
+    def is_preemptible(self, sequence: Sequence, claimant: Sequence, num_slots: int) -> bool:
+        """Whether the tenant of this running sequence keeps its share without it."""
+        tenant, claiming = sequence.request.tenant, claimant.request.tenant
+        num_running = self._num_running[tenant]
+        if not self._num_running[claiming]:
+            return num_running > 1
+        # The less served tenant is admitted first: the victim must not get its slot back in the same step.
+        is_after = (self._counters[claiming], claiming) < (self._counters[tenant], tenant)
+        return is_after and num_running > self.share() * num_slots
+
+    # -- counters ----------------------------------------------------------------------------------------------------
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """Charge a sequence's tenant for generated tokens."""
+        tenant = sequence.request.tenant
+        self._counters[tenant] = self._counters.get(tenant, 0.0) + OUTPUT_WEIGHT * num_tokens
+
+    def charge_each(self, sequences: SequenceOf[Sequence], layout: int) -> None:
+        """Charge one token for each sequence. Equal `layout` means the very same sequences."""
+        if layout != self._layout:
+            self._layout = layout
+            if len(self._counters) == 1:  # no need to count for one tenant
+                self._counts = Counter(dict.fromkeys(self._counters, len(sequences)))
+            else:
+                self._counts = Counter(sequence.request.tenant for sequence in sequences)
+        for tenant, count in self._counts.items():
+            self._counters[tenant] = self._counters.get(tenant, 0.0) + OUTPUT_WEIGHT * count
+
+    def service(self, tenant: str) -> float:
+        """Return the tenant's counter: weighted tokens, counted from where it last joined."""
+        return self._counters.get(tenant, 0.0)
+
+    def ahead_of(self, tenant: str) -> tuple[int, int]:
+        """Return about how many requests and prompt tokens come before a new request of this tenant."""
+        queue = self._queues.get(tenant)
+        if queue is None:
+            return 0, 0
+        num_tenants = len(self._queues)
+        return min(self._length, len(queue) * num_tenants), min(self.num_tokens, queue.num_tokens * num_tenants)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for tenant in sorted(self._queues, key=lambda name: (name in self._num_running, self._counters[name], name)):
+            yield from self._queues[tenant]
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _count(self, sequence: Sequence, change: int) -> None:
+        self._length += change
+        self.num_tokens += change * sequence.num_prompt
+
+    def _queue_of(self, tenant: str) -> FirstComeFirstServed:
+        queue = self._queues.get(tenant)
+        if queue is None:
+            if tenant not in self._num_running:
+                self._lift(tenant)
+            queue = self._queues[tenant] = FirstComeFirstServed()
+            self._enter(tenant)
+        return queue
+
+    def _enter(self, tenant: str) -> None:
+        """Put a waiting tenant into the heap that fits whether it has anything running."""
+        heapq.heappush(self._busy if tenant in self._num_running else self._idle, (self._counters[tenant], tenant))
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop outdated heap entries where they are the most: else they would pile up while nothing is admitted."""
+        if len(self._idle) + len(self._busy) > FEW_STALE + 2 * len(self._queues):
+            waiting = [(self._counters[tenant], tenant) for tenant in self._queues]
+            self._idle = [entry for entry in waiting if entry[1] not in self._num_running]
+            self._busy = [entry for entry in waiting if entry[1] in self._num_running]
+            heapq.heapify(self._idle)
+            heapq.heapify(self._busy)
+
+    def _lift(self, tenant: str) -> None:
+        """Raise the counter of a tenant that joins to that of the least served active one."""
+        active = self._num_running.keys() | self._queues.keys()
+        floor = min((self._counters[name] for name in active), default=self._floor)
+        self._counters[tenant] = max(self._counters.get(tenant, 0.0), floor)
+        if len(self._counters) > MAX_IDLE_TENANTS + len(active):
+            # clients choose the names: drop the idle tenants with the least service; joining again lifts them anyway
+            idle = [name for name in self._counters if name not in active and name != tenant]
+            for name in heapq.nsmallest(MAX_IDLE_TENANTS // 2, idle, key=self._counters.__getitem__):
+                del self._counters[name]
+
+    def _left(self, tenant: str) -> None:
+        """Note that nothing of this tenant waits or runs. Tenants that come to an empty engine start from its counter:
+        service that it got alone does not count against it."""
+        if tenant not in self._num_running:
+            self._floor = max(self._floor, self._counters[tenant])
+
+
+POLICIES: dict[str, Callable[[], WaitingQueue]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": lambda: OrderedQueue(priority_key),
+    "shortest": lambda: OrderedQueue(shortest_key),
+    "deadline": lambda: OrderedQueue(deadline_key),
+    "fair": FairShare,
+    "static": StaticBatch,
+}
+
+
+# -- fault isolation ---------------------------------------------------------------------------------------------------
+
+MAX_UNEXPLAINED_FAILURES = 4  # more of them make a trial no longer: all other requests wait for its end
+SPARE_TRIALS = 4  # failed trials in a row, beyond those that halving needs, after which no single one is at fault
+
+
+class FaultIsolationQueue:
+    """A WaitingQueue. Without suspects it behaves as the policy's queue inside."""
+
+    def __init__(self, inner: WaitingQueue) -> None:
+        self.inner = inner
+        self._ends: dict[Sequence, int] = {}  # of suspects: tokens computed at the end of a successful trial
+        self._groups: list[list[Sequence]] = []  # waiting for their trial, the next one last
+        self._trial: list[Sequence] = []  # the group under trial
+        self._ready: deque[Sequence] = deque()  # those of the trial that wait to be admitted
+        self._cleared: list[Sequence] = []  # had a successful trial, and wait for the others
+        self._max_trials = 0
+        self._num_failed = 0  # failed trials in a row
+        self._found = False  # whether any sequence was at fault since the first failure
+
+    # -- suspects ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_isolating(self) -> bool:
+        """Whether a trial is under way."""
+        return bool(self._trial)
+
+    def isolate(self, sequences: SequenceOf[Sequence], ends: SequenceOf[int]) -> list[Sequence]:
+        """Take in a failed step of these running sequences, which would have computed them up to `ends`.
+
+        Returns the sequences at fault. The caller ends them, and puts all others that run back into this queue.
+        """
+        if not self._trial:
+            for sequence, end in zip(sequences, ends, strict=True):
+                self._ends[sequence] = end + 4 ** min(sequence.num_unexplained_failures, MAX_UNEXPLAINED_FAILURES) - 1
+            self._max_trials = len(sequences).bit_length() + SPARE_TRIALS
+            self._num_failed, self._found = 0, False
+            self._begin(list(sequences))
+            return []
+        # A failed trial says something only about the sequences that had a row in the step.
+        rows = set(sequences)
+        failed = [sequence for sequence in self._trial if sequence in rows]
+        others = [sequence for sequence in _unfinished(self._trial) if sequence not in rows]
+        self._num_failed += 1
+        if others:
+            self._groups.append(others)
+        if len(failed) == 1 or self._num_failed > self._max_trials:
+            self._found = True
+            self._begin(failed)
+            return failed if len(failed) == 1 else [*failed, *(one for group in self._groups for one in group)]
+        half = (len(failed) + 1) // 2
+        self._groups.append(failed[half:])
+        self._begin(failed[:half])
+        return []
+
+    def next_trial(self) -> list[Sequence]:
+        """Go on to the next trial if this one was successful. Call it between two steps, with none under way.
+
+        Returns the sequences of the successful trial, for the caller to put back into this queue.
+        """
+        tried = _unfinished(self._trial)
+        if self._ready or any(one.num_inflight or one.num_computed < self._ends[one] for one in tried):
+            return []
+        if tried:
+            self._num_failed = 0
+        is_last = not any(map(_unfinished, self._groups))
+        if is_last and not self._found:
+            for sequence in [*tried, *self._cleared]:
+                # longer trials next time: the failure needs more tokens, or other requests
+                sequence.num_unexplained_failures += 1
+        self._trial = []
+        self._try_next()
+        return [] if is_last else tried
+
+    # -- the queue ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens waiting, of suspects and others."""
+        return self.inner.num_tokens + sum(sequence.num_prompt for sequence in self._held())
+
+    @property
+    def tenants(self) -> TenantShares | None:
+        """The shares of tenants of the policy's queue."""
+        return self.inner.tenants
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a new sequence."""
+        self.inner.push(sequence)
+
+    def push_back(self, sequence: Sequence) -> None:
+        """Add a preempted sequence: to its trial, to the cleared ones, or to the policy's queue."""
+        if sequence in self._trial:
+            self._ready.append(sequence)
+        elif any(sequence in group for group in self._groups):
+            pass  # it is in its group already
+        elif sequence in self._ends:
+            self._cleared.append(sequence)
+        else:
+            self.inner.push_back(sequence)
+
+    def peek(self, now: float, num_running: int) -> Sequence | None:
+        """Return the next sequence of the trial; without one, the policy's."""
+        if self._trial:
+            return self._ready[0] if self._ready else None
+        return self.inner.peek(now, num_running)
+
+    def pop(self) -> Sequence:
+        """Take out the sequence that `peek` returned."""
+        return self._ready.popleft() if self._trial else self.inner.pop()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a finished sequence."""
+        if sequence not in self._ends:
+            self.inner.remove(sequence)
+            return
+        for held in (self._ready, self._cleared, *self._groups):
+            if sequence in held:
+                held.remove(sequence)
+
+    def __len__(self) -> int:
+        return len(self.inner) + sum(1 for _ in self._held())
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._held()
+        yield from self.inner
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _held(self) -> Iterator[Sequence]:
+        yield from list(self._ready)  # a copy: the I/O thread iterates, too, and a deque must not change meanwhile
+        for group in self._groups:
+            yield from group
+        yield from self._cleared
+
+    def _begin(self, group: list[Sequence]) -> None:
+        """Start the trial of these sequences, which the caller is about to put back."""
+        self._trial, self._ready = group, deque()
+
+    def _try_next(self) -> None:
+        while self._groups:
+            group = _unfinished(self._groups.pop())
+            if group:
+                self._trial, self._ready = group, deque(group)
+                return
+        cleared, self._cleared = self._cleared, []
+        self._ends.clear()
+        for sequence in reversed(cleared):
+            self.inner.push_back(sequence)
+
+
+def _unfinished(group: list[Sequence]) -> list[Sequence]:
+    return [sequence for sequence in group if sequence.status is not SequenceStatus.FINISHED]
