@@ -24,12 +24,11 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from inferengine.client.async_client import AsyncClient, Stream, Submission
+from inferengine.client.client import AsyncClient, Stream, Submission
 from inferengine.client.discovery import REFRESH_S as DISCOVERY_S
 from inferengine.client.discovery import EngineDiscovery
 from inferengine.client.load_balancing import LoadBalancer
-from inferengine.client.output import OpenRequest
-from inferengine.client.requests import RESUME_WAIT_S, engine_mismatch
+from inferengine.client.requests import RESUME_WAIT_S, OpenRequest, engine_mismatch
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire.curve import ClientKeys

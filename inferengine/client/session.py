@@ -27,13 +27,20 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, Unpack
 
-from inferengine.client.output import OpenRequest, OutputCollector, PendingReply, error_from
-from inferengine.client.requests import RESUME_WAIT_S, OpenRequests, SubmitOptions, make_submit
+from inferengine.client.requests import (
+    RESUME_WAIT_S,
+    OpenRequest,
+    OpenRequests,
+    OutputCollector,
+    PendingReply,
+    SubmitOptions,
+    error_from,
+    make_submit,
+)
 from inferengine.errors import InferEngineError
 from inferengine.process.system import missed_s
 from inferengine.sampling_params import SamplingParams
-from inferengine.wire import codec
-from inferengine.wire.flow_control import CreditGiver
+from inferengine.wire import messages
 from inferengine.wire.messages import (
     READY,
     Accept,
@@ -42,6 +49,7 @@ from inferengine.wire.messages import (
     Attach,
     Bye,
     Cancel,
+    CreditGiver,
     Goodbye,
     Hello,
     Message,
@@ -90,7 +98,7 @@ class Session:
         off everywhere; without one, a request's deadline counts from the last `now`."""
         self.role = role
         self.name = name
-        self.outgoing: deque[codec.Frames] = deque()
+        self.outgoing: deque[messages.Frames] = deque()
         self.on_change: Callable[[], None] = lambda: None  # phase or engine state changed
         self.num_protocol_errors = 0
         self._now = now
@@ -255,8 +263,8 @@ class Session:
     def receive(self, frames: Sequence[bytes], now: float) -> None:
         """Handle one message of the engine. One that cannot be decoded is counted and dropped."""
         try:
-            message = codec.decode(frames)
-        except codec.WireError:
+            message = messages.decode(frames)
+        except messages.WireError:
             self.num_protocol_errors += 1
             return
         self._heard_s = self._now = now
@@ -418,8 +426,10 @@ class Session:
             self._greet(now)
 
     def _on_goodbye(self, message: Goodbye, now: float) -> None:
-        """The engine stops, and has forgotten this client: nothing can be resumed there."""
+        """The engine stops, and has forgotten this client: nothing can be resumed there. It waits for the BYE, so that
+        no GOODBYE is lost with the connection."""
         self._lose(message.reason, now)
+        self._send(Bye())
         self._resume = None
         self._last_seq = 0
 
@@ -448,7 +458,7 @@ class Session:
             self._send(message)
 
     def _send(self, message: Message) -> None:
-        self.outgoing.append(codec.encode(message))
+        self.outgoing.append(messages.encode(message))
 
     @property
     def _model(self) -> tuple[str, str] | None:

@@ -12,12 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from inferengine.core.constraints import Grammar
+from inferengine.core.constraints import Grammar, MaskThreads
 from inferengine.core.executor import Capacity, Executor, StepFuture, is_fatal
-from inferengine.core.mask_threads import MaskThreads
 from inferengine.core.scheduler.scheduler import ScheduledStep, Scheduler, SchedulerOptions, StepOutput
 from inferengine.core.sequence import FinishDetail, Finished, Request
-from inferengine.core.speculation.proposers import Proposer
+from inferengine.core.speculation import Proposer
 from inferengine.core.step_time import Roofline
 
 FEW_DEADLINES = 1024  # of requests that have ended, kept until they would have passed
@@ -25,7 +24,7 @@ FEW_DEADLINES = 1024  # of requests that have ended, kept until they would have 
 
 class StepFailed(RuntimeError):
     """Raised by an executor that knows which rows of the plan are at fault. After any other exception the culprit is
-    looked for: the rows are computed again, in ever smaller groups (core/scheduler/fault_isolation.py)."""
+    looked for: the rows are computed again, in ever smaller groups (core/scheduler/queues.py)."""
 
     def __init__(self, message: str, rows: list[int]) -> None:
         super().__init__(message)

@@ -1,23 +1,44 @@
-"""Lifecycle and Shutdown: what state the engine process is in, and when and with which exit code it ends.
+"""What state the engine process is in, whether it still comes forward, and when and with which exit code it ends.
 
 Lifecycle has the state, the loading progress and the signs of life, which the threads share. Each attribute is written
 by one thread and read by the others as it is; none needs a lock.
 
 Shutdown ends the engine: drained, timed out, aborted, failed or frozen. Any thread may ask for the end; the
 supervisor's thread waits for it in `wait`.
+
+StepWatchdog is a thread that notices a step which takes far longer than such steps take, and logs what ran. A kernel
+that never ends, a deadlock between threads, a lost interrupt: the loop would wait for the device for ever. While there
+is work this thread looks four times a second at the oldest step under way; while there is none it sleeps. It counts
+only time in which it was itself running (UnchangedTimer), so a stopped process, a suspended machine or a starved core
+is no stall. Time in which the loop's thread compiles a kernel, or the process reads its memory back from a disk, does
+not count either, up to EXCUSED_S for each step. How long a step may take: core/step_time.py. A step below `min_s` is
+never looked at closely, so being watched costs the loop a few attributes a step.
+
+StallRecord keeps the number of stalls and the last one in a file beside the engine's socket: the process that saw a
+stall ends within a second, so its successor reports it.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import os
+import resource
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
-from inferengine.config import EngineConfig
-from inferengine.errors import ExitCode
+from inferengine.config import Config, EngineConfig, engine_address, runtime_directory
+from inferengine.core.scheduler.planner import ScheduledStep
+from inferengine.core.step_time import Prediction, StallRule, StepTimes, phase_of
+from inferengine.engine.core import EngineCore
+from inferengine.errors import ConfigError, ExitCode
 from inferengine.wire.messages import DRAINING, READY, STARTING, STOPPING
 
 logger = logging.getLogger(__name__)
@@ -197,3 +218,276 @@ def all_tracebacks() -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read().decode("utf-8", "replace")
+
+
+# -- steps that do not end ---------------------------------------------------------------------------------------------
+
+
+TICK_S = 0.25
+MOST_TICKS = 2  # of which one look at a step may count
+EXCUSED_S = 60.0  # time of one step that may go uncounted
+LOOK_FOR_EXCUSES_S = 0.5  # a step below this needs none
+FAULTS_PER_TICK = 25  # pages read from a disk: memory was swapped out, or weights are mapped and not in memory
+COMPILERS = ("triton.compiler", "triton.backends", "torch._inductor", "torch.utils.cpp_extension")
+MIN_S = {"cuda": 2.0, "cpu": 30.0}  # a CPU is shared with others: an alarm too early is worse there than one too late
+NEW_KIND_S = 10.0  # a step of a new kind may load kernels and set up workspaces; at least twice the minimum
+MOST_NAMED = 64  # requests of a stalled step that the log names
+STACK_FRAMES = 6
+
+
+MAX_BYTES = 4096
+MAX_SUMMARY = 500
+
+
+class Stall(NamedTuple):
+    """A step that did not end. `uids` are of the requests that had a row in it."""
+
+    uids: frozenset[int]
+    summary: str  # one line, without a word about who asked
+    fields: dict[str, Any]  # for the log
+
+
+def stall_rule(factor: float, min_s: float, device: str) -> StallRule | None:
+    """The configured rule for a kind of device (`cuda`, `cpu`); None: nothing is watched."""
+    if not factor:
+        return None
+    least_s = min_s or MIN_S.get(device, MIN_S["cpu"])
+    return StallRule(factor, least_s, max(NEW_KIND_S, 2 * least_s) if not min_s else 2 * least_s)
+
+
+class StepWatchdog:
+    """Watches the steps of one core. `busy` is called by the loop, `run` is the thread's."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        rule: StallRule,
+        *,
+        clock: Callable[[], float],
+        on_alive: Callable[[float], None],
+        on_stall: Callable[[Stall], None],
+        excuse: Callable[[], str] | None = None,
+        is_profiled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`on_alive` is called with the time at each look that finds a step within its time, `on_stall` once, both in
+        the watching thread. `excuse` says why time goes by without the step's fault, or nothing; default: looks at
+        the thread that made this watchdog, the loop's. `is_profiled`: whether steps are being profiled, which slows
+        them."""
+        self._core = core
+        self._rule = rule
+        self._clock = clock
+        self._on_alive = on_alive
+        self._on_stall = on_stall
+        self._is_profiled = is_profiled
+        self._loop_ident = threading.get_ident()
+        self._excuse = excuse or _Excuses(self._loop_ident)
+        roofline = core.roofline
+        self.times = StepTimes(None if roofline is None else roofline.least_s)
+        self._busy = threading.Event()
+        self._closed = threading.Event()
+        self._patience = UnchangedTimer(MOST_TICKS * TICK_S)
+        self._step: ScheduledStep | None = None
+        self._looked_s = 0.0  # of the step's waiting, as far as excuses were looked for
+        self._excused_s = 0.0
+        self._limit: tuple[Prediction, float] | None = None  # of the step, once it is late
+
+    def busy(self, is_busy: bool) -> None:
+        """The loop has work, or has none any more."""
+        if is_busy:
+            self._busy.set()
+        else:
+            self._busy.clear()
+
+    def close(self) -> None:
+        """End the watching thread."""
+        self._closed.set()
+        self._busy.set()
+
+    def run(self) -> None:
+        """Look until closed or until a stall."""
+        try:
+            while not self._closed.is_set():
+                self._busy.wait()
+                if self.look(self._clock()):
+                    return
+                self._closed.wait(TICK_S)
+        except Exception:  # the engine serves without: a step counts as a turn of the loop then (engine/lifecycle.py)
+            logger.exception("steps are not watched any more")
+
+    def look(self, now: float) -> bool:
+        """Whether the oldest step under way has stalled; `on_stall` has been called then."""
+        step = self._core.under_way
+        is_same = step is not None and step is self._step
+        waited_s = self._patience.look(0 if step is None else id(step), now)
+        if not is_same:
+            if self._excused_s or self._is_profiled():
+                self._core.finished.clear()  # the compiler's time, or the profiler's, and not the step's
+            self._step, self._limit, self._looked_s, self._excused_s = step, None, 0.0, 0.0
+            self._learn()
+        elif step is not None:
+            self._excuse_some(waited_s)
+            counted_s = waited_s - self._excused_s
+            if counted_s >= self._rule.min_s and self._is_stalled(step, counted_s):
+                return True
+        if step is not None:  # a loop that does not turn and computes nothing is not alive
+            self._on_alive(now)
+        return False
+
+    def _excuse_some(self, waited_s: float) -> None:
+        since_s, self._looked_s = waited_s - self._looked_s, waited_s
+        if waited_s >= LOOK_FOR_EXCUSES_S and self._excused_s < EXCUSED_S and self._excuse():
+            self._excused_s += since_s
+
+    def _is_stalled(self, step: ScheduledStep, waited_s: float) -> bool:
+        if self._limit is None:
+            size = self.times.size(step)
+            if self._is_profiled():
+                size = size._replace(features=size.features | {"profile"})
+            prediction = self.times.predict(size)
+            self._limit = prediction, self._rule.limit_s(prediction)
+        prediction, limit_s = self._limit
+        if waited_s <= limit_s:
+            return False
+        self._on_stall(self._describe(step, waited_s, prediction, limit_s))
+        return True
+
+    def _learn(self) -> None:
+        """From the latest finished steps; of those in between nothing is known, nor needed."""
+        finished = self._core.finished
+        for kind in tuple(finished):
+            item = finished.pop(kind, None)
+            if item is not None:
+                step, seconds = item
+                self.times.observe(self.times.size(step), seconds)
+
+    def _describe(self, step: ScheduledStep, waited_s: float, prediction: Prediction, limit_s: float) -> Stall:
+        core, plan = self._core, step.plan
+        launching = core.launching
+        rows = {sequence.uid: sequence for sequence in step.rows}
+        if launching is not None:  # it may be what hangs, in its launch or in its masks
+            rows |= {sequence.uid: sequence for sequence in launching.rows}
+        phase = phase_of(plan)
+        expected = "nothing known" if prediction.seconds is None else f"expected {prediction.seconds:.3g} s"
+        launched = str(getattr(core.executor, "launched", "") or "")
+        features = sorted(self.times.size(step).features)
+        summary = (
+            f"step {plan.step} ({phase}, {len(plan.slots)} rows, {plan.num_tokens} tokens"
+            f"{', ' + ' '.join(features) if features else ''}) is not done after {waited_s:.1f} s, {expected}"
+        )
+        names = [sequence.request.request_id or str(sequence.uid) for sequence in rows.values()]
+        frame = sys._current_frames().get(self._loop_ident)
+        return Stall(
+            frozenset(rows),
+            summary,
+            {
+                "step": plan.step,
+                "phase": phase,
+                "waited_s": round(waited_s, 3),
+                "expected_s": None if prediction.seconds is None else round(prediction.seconds, 6),
+                "known_kind": prediction.known,
+                "limit_s": round(limit_s, 3),
+                "rows": len(plan.slots),
+                "decodes": plan.num_decodes,
+                "tokens": plan.num_tokens,
+                "draws": plan.num_sampled,
+                "guesses": sum(plan.num_drafts),
+                "chunks": plan.counts[plan.num_decodes :][:MOST_NAMED],
+                "longest_context": max((s + c for s, c in zip(plan.starts, plan.counts, strict=True)), default=0),
+                "features": features,
+                "launched": launched,
+                "steps_in_flight": core.num_in_flight,
+                "requests": names[:MOST_NAMED],
+                "num_requests": len(names),
+                "at": [] if frame is None else _where(frame),
+            },
+        )
+
+
+class _Excuses:
+    """Why a step takes time that is not its own."""
+
+    def __init__(self, loop_ident: int) -> None:
+        self._loop_ident = loop_ident
+        self._faults = _major_faults()
+
+    def __call__(self) -> str:
+        before, self._faults = self._faults, _major_faults()
+        if self._faults - before >= FAULTS_PER_TICK:
+            return "paging"
+        frame = sys._current_frames().get(self._loop_ident)
+        while frame is not None:
+            if str(frame.f_globals.get("__name__", "")).startswith(COMPILERS):
+                return "compiling"
+            frame = frame.f_back
+        return ""
+
+
+def _major_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+def _where(frame: FrameType) -> list[str]:
+    """The innermost frames, without the folders above the packages."""
+    found = traceback.extract_stack(frame)[-STACK_FRAMES:]
+    return [f"{'/'.join(item.filename.split('/')[-3:])}:{item.lineno} {item.name}" for item in reversed(found)]
+
+
+class StallHistory(NamedTuple):
+    """The number of stalls so far, and the latest one's error."""
+
+    number: int = 0
+    last: str = ""
+
+
+def record_path(config: Config) -> Path | None:
+    """Beside the engine's socket; with an address that is no file in the runtime directory. None: there is none."""
+    address = engine_address(config)
+    if address.startswith("ipc://"):
+        return Path(address.removeprefix("ipc://") + ".stalls")
+    try:
+        return runtime_directory() / f"{config.engine.name}.stalls"
+    except ConfigError:
+        return None
+
+
+class StallRecord:
+    """The file. One that cannot be read or written is none: an engine serves without."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def read(self) -> StallHistory:
+        """The history in the file; an empty one where it cannot be read."""
+        if self._path is None:
+            return StallHistory()
+        try:
+            with self._path.open("rb") as file:
+                values = json.loads(file.read(MAX_BYTES))
+            return StallHistory(max(0, int(values["count"])), str(values["last"])[:MAX_SUMMARY])
+        except FileNotFoundError:
+            return StallHistory()
+        except (OSError, ValueError, TypeError, KeyError):
+            logger.warning("the record of stalls cannot be read: counting begins anew")
+            return StallHistory()
+
+    def write(self, stalls: StallHistory) -> None:
+        """Replace the file."""
+        if self._path is None:
+            return
+        beside = self._path.with_suffix(".new")
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            with os.fdopen(os.open(beside, flags, 0o600), "w") as file:
+                json.dump({"count": stalls.number, "last": stalls.last[:MAX_SUMMARY]}, file)
+            os.replace(beside, self._path)
+        except OSError as error:
+            logger.warning("the record of stalls cannot be written: %s", error.strerror)
+
+    def clear(self) -> None:
+        """The engine ends as it was asked to."""
+        if self._path is None:
+            return
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError:
+            return

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from inferengine.core.constraints import Grammar
 from inferengine.core.executor import Capacity, DeviceLost, Progress, is_fatal
-from inferengine.core.kv_cache.block_pool import KVEvent
-from inferengine.core.scheduler.admission import AdmissionLimits
+from inferengine.core.kv_cache import KVEvent
+from inferengine.core.scheduler.queues import AdmissionLimits
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.scheduler.scheduler_state import SchedulerSnapshot, SchedulerStats
 from inferengine.core.sequence import FinishDetail, Finished, Request

@@ -13,6 +13,9 @@ from typing import Any
 from inferengine.config import Config
 from inferengine.config.model_path import model_folder, served_name
 from inferengine.errors import ConfigError
+from inferengine.gguf.checkpoint import architecture_of, eos_token_ids
+from inferengine.gguf.reader import SUFFIX, read_gguf
+from inferengine.gguf.tokenizer import tokenizer_files
 from inferengine.text import TOKENIZER_FILES, fingerprint
 from inferengine.text.tokenizer import read_json
 
@@ -32,6 +35,8 @@ class ModelCard:
 def read_model_card(config: Config) -> ModelCard:
     """Read the card. Raises ConfigError naming `model.path` when the folder holds no checkpoint."""
     folder = model_folder(config)
+    if folder.suffix == SUFFIX:
+        return _card_of_gguf(config, folder)
     if not (folder / "config.json").is_file():
         raise ConfigError("model.path", f"{folder.name} holds no config.json: name a checkpoint folder")
     files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
@@ -39,6 +44,16 @@ def read_model_card(config: Config) -> ModelCard:
     sources = [read_json(files, "generation_config.json"), read_json(model_config, "config.json")]
     eos = next((ids for ids in map(_eos_ids, sources) if ids), ())
     return ModelCard(served_name(config), folder, files, fingerprint(files), eos, pooling_of(config, folder))
+
+
+def _card_of_gguf(config: Config, path: Path) -> ModelCard:
+    """The card of a GGUF file. Of a model with random weights the tokenizer may be missing, as it may in a folder."""
+    file = read_gguf(path)
+    architecture_of(file)
+    is_bare = config.model.load_format == "dummy" and "tokenizer.ggml.model" not in file.metadata
+    files = {} if is_bare else tokenizer_files(path)
+    pooling = config.model.pooling if config.model.pooling != "auto" else "last"
+    return ModelCard(served_name(config), path, files, fingerprint(files), tuple(eos_token_ids(file)), pooling)
 
 
 def pooling_of(config: Config, folder: Path) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from inferengine.config import Config
 from inferengine.core.executor import Capacity
-from inferengine.core.scheduler.admission import AdmissionLimits
+from inferengine.core.scheduler.queues import AdmissionLimits
 from inferengine.core.scheduler.scheduler import SchedulerOptions
-from inferengine.core.speculation.proposers import speculation_method
+from inferengine.core.speculation import speculation_method
 from inferengine.errors import ConfigError
 
 # With how many running sequences draft tokens are still proposed, by whether speculation.method is `auto`.

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from inferengine.config import Config, keep_compiled_kernels
+from inferengine.config.model_path import weight_paths
 from inferengine.core.executor import Executor
 from inferengine.engine.model_info import ModelCard, read_model_card
 from inferengine.engine.service import EngineService
@@ -25,15 +26,14 @@ from inferengine.observability import logging as logs
 from inferengine.process import stdio
 from inferengine.process.listen import AddressTaken
 from inferengine.process.reload import Reload
-from inferengine.process.sd_notify import Notifier, Watchdog
-from inferengine.process.system import read_ahead
+from inferengine.process.system import Notifier, Watchdog, read_ahead
 
 logger = logging.getLogger(__name__)
 
 GARBAGE_OBJECTS = 50_000  # made before cycles are looked for; Python's 700 come and go in a step, freed without
 TURN_S = 0.2  # between two looks whether a lent device is gone
 LEAVE_S = 8.0  # within which an engine that failed sends its last messages and exits, whatever still hangs
-EXECUTORS = ("torch", "remote", "upstream")
+EXECUTORS = ("torch", "onnx", "remote", "upstream")
 EXECUTORS_GROUP = "inferengine.executors"  # entry points: each makes an Executor of a Config
 MEMORY_ERRORS = ("OutOfMemoryError", "MemoryError")
 
@@ -62,7 +62,7 @@ def run_engine(config: Config, reload: Reload | None = None) -> int:
     except InferEngineError as error:
         return _refuse(notifier, str(error), ExitCode.MODEL)
     if config.model.load_format != "dummy":
-        read_ahead(sorted(card.folder.glob("*.safetensors")))  # torch takes seconds to import meanwhile
+        read_ahead(weight_paths(card.folder))  # torch takes seconds to import meanwhile
     serve(service, reload)
 
 
@@ -89,6 +89,12 @@ def build_executor(config: Config, card: ModelCard | None = None) -> Any:
             return build_torch_executor(config)
         except ModuleNotFoundError as error:
             raise _missing("engine", error) from None
+    if name == "onnx":
+        try:
+            from inferengine.executor.onnx.model import load_onnx_model, resolve
+        except ModuleNotFoundError as error:
+            raise _missing(name, error) from None
+        return build_torch_executor(resolve(config), load_onnx_model)
     if name == "remote":
         try:
             from inferengine.executor.remote.remote_executor import RemoteExecutor
@@ -133,9 +139,9 @@ def _missing(name: str, error: ModuleNotFoundError) -> ConfigError:
     return ConfigError("engine.executor", message)
 
 
-def build_torch_executor(config: Config) -> Executor:
-    """The torch executor, its memory plan logged. Raises DoesNotFit before anything of the model is read, unless
-    `engine.check_memory` is off."""
+def build_torch_executor(config: Config, load: Any = None) -> Executor:
+    """The torch executor, its memory plan logged. `load`: TorchExecutor's, where it is not its own. Raises DoesNotFit
+    before anything of the model is read, unless `engine.check_memory` is off."""
     size = config.engine.tensor_parallel
     ranks: Any = None
     if size > 1:
@@ -143,14 +149,14 @@ def build_torch_executor(config: Config) -> Executor:
 
         ranks = Ranks(size)  # first: they import torch at the same time
     try:
-        return _build(config, ranks)
+        return _build(config, ranks, load)
     except BaseException:
         if ranks is not None:
             ranks.close()
         raise
 
 
-def _build(config: Config, ranks: Any) -> Executor:
+def _build(config: Config, ranks: Any, load: Any) -> Executor:
     """`ranks`: executor/parallel/ranks.py's Ranks, or None."""
     from inferengine.executor.memory import fit
     from inferengine.executor.memory.plan import device_memory, make_plan, plan_lines
@@ -173,7 +179,7 @@ def _build(config: Config, ranks: Any) -> Executor:
         logger.info("speculative decoding: draft model %s", settings.draft_folder.name)
     executor: Executor
     if ranks is None:
-        executor = TorchExecutor(settings)
+        executor = TorchExecutor(settings) if load is None else TorchExecutor(settings, load=load)
     else:
         from inferengine.executor.parallel.executor import ParallelExecutor  # and torch.distributed
 

@@ -21,27 +21,40 @@ from typing import TYPE_CHECKING
 
 from inferengine.config import Config
 from inferengine.core.executor import AdapterStore, Capacity, Executor
-from inferengine.core.speculation.proposers import build_proposer, speculation_method
+from inferengine.core.speculation import build_proposer, speculation_method
 from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.io.engine_io import EngineIO, Termination
-from inferengine.engine.lifecycle import CHECK_S, Lifecycle, Shutdown, all_tracebacks
+from inferengine.engine.lifecycle import (
+    CHECK_S,
+    Lifecycle,
+    Shutdown,
+    Stall,
+    StallHistory,
+    StallRecord,
+    StepWatchdog,
+    all_tracebacks,
+    record_path,
+    stall_rule,
+)
 from inferengine.engine.loop import EngineLoop, EngineRef, LoadedEngine, Loop, Relay, accept_any
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.engine.services.profiler import MakeRecorder
-from inferengine.engine.step_watchdog import Stall, StallHistory, StallRecord, StepWatchdog, record_path, stall_rule
 from inferengine.errors import ExitCode, InferEngineError
 from inferengine.observability.tracing import Tracing, make_tracing
-from inferengine.process.sd_notify import Notifier, Watchdog
+from inferengine.process.system import Notifier, Watchdog
 from inferengine.wire.messages import EPOCH_BYTES, READY, STOPPING, ModelInfo
 
 if TYPE_CHECKING:
-    from inferengine.engine.metrics.server import MetricsServer
+    from inferengine.engine.stats import MetricsServer
 
 logger = logging.getLogger(__name__)
 
-DELIVERY_S = 2.0  # for the last messages to reach their readers
+LOOP_STOP_S = 2.0  # for the loop to end
+DELIVERY_S = 5.0  # for clients to handle the last messages: they acknowledge them within 50 ms
+FAILED_DELIVERY_S = 2.0  # the same, in an engine that failed
+FAREWELL_S = 1.0  # for clients to answer GOODBYE; one that has not read it yet takes the end for a lost connection
 IO_STOP_S = 5.0  # for the I/O thread to end
 FAILED_STOP_S = 2.0  # the same, in an engine that failed
 STALL_LOG_S = 2.0  # for a stall to be in the log; writing there may block
@@ -140,7 +153,7 @@ class EngineService:
     def _make_metrics(self, port: int) -> MetricsServer | None:
         if not port:
             return None
-        from inferengine.engine.metrics.server import MetricsServer  # an HTTP server and Prometheus' library
+        from inferengine.engine.stats import MetricsServer  # an HTTP server and Prometheus' library
 
         return MetricsServer(port, self.io.read_stats)
 
@@ -309,13 +322,16 @@ class EngineService:
         self.lifecycle.enter(STOPPING)
         if self._engine.engine is not None and not failed:
             self._engine.engine.loop.stop()
-            self._loop_thread.join(DELIVERY_S)
+            self._loop_thread.join(LOOP_STOP_S)
         termination = self._termination(failed)
         self.io.terminate(termination)
-        deadline_s = self.lifecycle.clock() + DELIVERY_S
-        while self.lifecycle.clock() < deadline_s and not self.io.is_drained():
+        deadline_s = self.lifecycle.clock() + (FAILED_DELIVERY_S if failed else DELIVERY_S)
+        while self.lifecycle.clock() < deadline_s and not self.io.is_delivered():
             time.sleep(CHECK_S)
         self.io.goodbye(termination.message)
+        deadline_s = self.lifecycle.clock() + FAREWELL_S
+        while self.lifecycle.clock() < deadline_s and not self.io.is_alone():
+            time.sleep(CHECK_S)
         if self._metrics is not None:
             self._metrics.close()
         if self._step_watchdog is not None:

@@ -1,18 +1,31 @@
-"""Every message of the wire, named as PROTOCOL.md names it. Knows nothing of bytes or sockets.
+"""Every message of the wire, named as PROTOCOL.md names it; its frames and back; and flow control. Knows nothing of
+sockets.
 
 A message whose body is a map is a Struct: its fields' types and ranges are what decoding checks. The others, and the
-rows of STEP, are NamedTuples, which the codec reads by hand.
+rows of STEP, are NamedTuples, which are read by hand.
+
+Whatever the bytes are, decoding ends in a message or in a WireError. Every length and range that the wire itself
+promises is checked here: those of maps by their Structs, those of arrays and raw frames by hand. What depends on the
+model (token ids, context) the engine's intake checks.
+
+Flow control: a client gives CREDIT for STEPs (CreditGiver), and the engine counts how many are out (CreditWindow).
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
-from typing import Annotated, Any, NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, Self, TypeVar, cast
 
+import msgpack
 import msgspec
 from msgspec import Meta
+from msgspec.structs import asdict
 
-from inferengine.fields import MAX_I64, about
+from inferengine.errors import KINDS, bounded
+from inferengine.fields import MAX_I64, FieldError, about
+from inferengine.fields import read as read_fields
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 3
@@ -47,7 +60,7 @@ Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
 Explanation = Annotated[str, Meta(max_length=MAX_LIST_ITEMS)]
 RequestId = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Epoch = Annotated[bytes, Meta(min_length=EPOCH_BYTES, max_length=EPOCH_BYTES)]
-# 64 bits, signed or not: the codec checks the upper end.
+# 64 bits, signed or not: decoding checks the upper end.
 Seed = Annotated[int, Meta(ge=-(2**63))]
 Salt = Annotated[bytes, Meta(max_length=MAX_SALT_BYTES)]
 Note = Annotated[bytes, Meta(max_length=MAX_NOTE_BYTES)]
@@ -314,3 +327,662 @@ class Goodbye(Body, frozen=True):
 ClientMessage = Hello | Submit | Cancel | Attach | Credit | Model | Ping | Admin | Bye
 EngineMessage = Welcome | Accept | Reject | Step | ModelFiles | Pong | Status | AdminReply | Goodbye
 Message = ClientMessage | EngineMessage
+
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+_T = TypeVar("_T")
+
+Frames = list[bytes]
+Encoder = Callable[[Any], tuple[int, Any, Frames]]  # a message to its kind, its body and its raw frames
+Decoder = Callable[[Any, Sequence[bytes]], Message]  # body and raw frames to the message; raises WireError
+
+
+class WireError(Exception):
+    """A message that cannot be used. `id` and `stream` are given where they could still be read."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "protocol_error",
+        field: str | None = None,
+        id: bytes | None = None,
+        stream: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.field = field
+        self.id = id
+        self.stream = stream
+
+    def reject(self) -> Reject:
+        """Return the REJECT that answers it."""
+        return Reject(self.id, self.stream, self.code, bounded(self.message), self.field, KINDS[self.code].retryable)
+
+
+def _map(body: Any) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise WireError(f"the body must be a map, not {type(body).__name__}")
+    return body
+
+
+def _array(body: Any, least: int) -> list[Any]:
+    if not isinstance(body, list) or len(body) < least:
+        raise WireError(f"the body must be an array of at least {least} element(s)")
+    return body
+
+
+def _read(kind: type[_T], body: Any) -> _T:
+    """The fields of a message whose body is a map."""
+    try:
+        return read_fields(kind, _map(body))
+    except FieldError as error:
+        raise WireError(str(error), field=error.field or None) from None
+
+
+def _integer(value: Any, field: str, low: int = 0, high: int = MAX_I64) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise WireError(f"{field}: must be a whole number in [{low}, {high}]", field=field)
+    return value
+
+
+def _number(value: Any, field: str) -> float:
+    if type(value) not in (int, float) or not -1e300 < value < 1e300:
+        raise WireError(f"{field}: must be a finite number", field=field)
+    return float(value)
+
+
+def _choice(value: Any, field: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise WireError(f"{field}: must be one of {', '.join(choices)}", field=field)
+    return cast(str, value)
+
+
+def _start(body: dict[str, Any], name: str, length: int) -> None:
+    """Cut a list to the elements that are known: arrays may grow at the end."""
+    if isinstance(value := body.get(name), list):
+        body[name] = value[:length]
+
+
+def encode_fields(kind: int, *, without_none: bool = False) -> Encoder:
+    """Make an encoder for messages whose body is the map of their fields."""
+
+    def encode_map(message: Any) -> tuple[int, Any, Frames]:
+        body = asdict(message)
+        return kind, {k: v for k, v in body.items() if v is not None} if without_none else body, []
+
+    return encode_map
+
+
+# Fields of SUBMIT that are left out where they are empty.
+SELDOM = (
+    "params",
+    "priority",
+    "tenant",
+    "salt",
+    "detached",
+    "label",
+    "note",
+    "adapter",
+    "pooling",
+    "traceparent",
+    "stalls",
+    "prediction",
+)
+
+
+def _decode_hello(body: Any, raw: Sequence[bytes]) -> Hello:
+    body = {"protocol": [PROTOCOL_MAJOR, 0], **_map(body)}
+    _start(body, "protocol", 2)
+    hello = _read(Hello, body)
+    if hello.protocol[0] != PROTOCOL_MAJOR:
+        raise WireError(
+            f"this end speaks protocol major {PROTOCOL_MAJOR}, HELLO names {hello.protocol[0]}", code="version_mismatch"
+        )
+    return hello
+
+
+def _encode_hello(message: Hello) -> tuple[int, Any, Frames]:
+    body: dict[str, Any] = {"protocol": message.protocol, "role": message.role, "name": message.name}
+    body["features"] = message.features
+    if message.window is not None:
+        body["window"] = message.window
+    if message.epoch is not None:
+        body["epoch"] = message.epoch
+    if message.epoch is not None or message.last_seq:
+        body["last_seq"] = message.last_seq
+    return Kind.HELLO, body, []
+
+
+def _decode_submit(body: Any, raw: Sequence[bytes]) -> Submit:
+    body = _map(body)
+    try:
+        return _submit_from(body, raw)
+    except WireError as error:
+        raise _of_request(error, body) from None
+
+
+def _of_request(error: WireError, body: dict[str, Any]) -> WireError:
+    """Name the request, where it could be read, so that the client can match the answer."""
+    id, stream = body.get("id"), body.get("stream")
+    error.id = id if isinstance(id, bytes) and len(id) == ID_BYTES else None
+    error.stream = stream if type(stream) is int and 0 <= stream <= MAX_U32 else None
+    return error
+
+
+def _submit_from(body: dict[str, Any], raw: Sequence[bytes]) -> Submit:
+    text, messages = body.get("text"), body.get("messages")
+    given = (text is not None) + (messages is not None) + bool(raw)
+    if given != 1:
+        raise WireError(
+            "give the prompt once: as a raw u32[] frame, as 'text' or as 'messages'",
+            code="invalid_request",
+            field="prompt",
+        )
+    if raw:
+        if len(raw[0]) % 4:
+            raise WireError("prompt: the raw frame must be u32[]: a multiple of 4 bytes", field="prompt")
+        if not raw[0]:
+            raise WireError("prompt: must not be empty", code="invalid_request", field="prompt")
+    body["prompt"] = raw[0] if raw else None
+    if isinstance(salt := body.get("salt"), str):
+        body["salt"] = salt.encode()
+    submit = _read(Submit, body)
+    if messages is not None:
+        for place, message in enumerate(messages):
+            _check_message(message, f"messages[{place}]")
+    if len(submit.prediction) % 4:
+        raise WireError("prediction: must be u32[] (bin of a multiple of 4 bytes)", field="prediction")
+    for place, output in enumerate(submit.resume or ()):
+        if output is not None and len(output) % 4:
+            field = f"resume[{place}]"
+            raise WireError(f"{field}: must be u32[] (bin of a multiple of 4 bytes) or nil", field=field)
+    return submit
+
+
+def _check_message(message: dict[str, Any], field: str) -> None:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise WireError(f"{field}.role: must be a string", field=f"{field}.role")
+    if len(role) > MAX_NAME_CHARACTERS:
+        raise WireError(f"{field}.role: at most {MAX_NAME_CHARACTERS} characters", field=f"{field}.role")
+    if not isinstance(message.get("content"), str | list | None):
+        raise WireError(f"{field}.content: must be a string or an array of parts", field=f"{field}.content")
+
+
+def _encode_submit(message: Submit) -> tuple[int, Any, Frames]:
+    body: dict[str, Any] = {"id": message.id, "stream": message.stream}
+    for name in ("text", "messages", "deadline_ms", "grammar", "resume"):
+        if (value := getattr(message, name)) is not None:
+            body[name] = value
+    for name in SELDOM:
+        if value := getattr(message, name):
+            body[name] = value
+    if message.reply != "tokens":
+        body["reply"] = message.reply
+    return Kind.SUBMIT, body, [] if message.prompt is None else [message.prompt]
+
+
+def _encode_cancel(message: Cancel) -> tuple[int, Any, Frames]:
+    body: dict[str, Any] = {"streams": message.streams, "ids": message.ids}
+    if message.leave:
+        body["leave"] = True
+    if message.stopped:
+        body["stopped"] = message.stopped
+    return Kind.CANCEL, body, []
+
+
+def _decode_cancel(body: Any, raw: Sequence[bytes]) -> Cancel:
+    body = _map(body)
+    if isinstance(stopped := body.get("stopped"), list):  # each may grow at the end
+        body["stopped"] = [row[:3] if isinstance(row, list) else row for row in stopped]
+    return _read(Cancel, body)
+
+
+def _decode_attach(body: Any, raw: Sequence[bytes]) -> Attach:
+    body = _map(body)
+    try:
+        return _read(Attach, body)
+    except WireError as error:
+        raise _of_request(error, body) from None
+
+
+def _decode_model(body: Any, raw: Sequence[bytes]) -> Model:
+    return _read(Model, body)
+
+
+def _decode_ping(body: Any, raw: Sequence[bytes]) -> Ping:
+    return Ping(_integer(_array(body, 1)[0], "nonce"))
+
+
+def _decode_admin(body: Any, raw: Sequence[bytes]) -> Admin:
+    arguments = {key: value for key, value in _map(body).items() if key not in ("op", "nonce")}
+    return _read(Admin, {**{key: body[key] for key in ("op", "nonce") if key in body}, "arguments": arguments})
+
+
+def _encode_admin(message: Admin) -> tuple[int, Any, Frames]:
+    return Kind.ADMIN, {**message.arguments, "op": message.op, "nonce": message.nonce}, []
+
+
+_CLIENT_ENCODERS: Mapping[type, Encoder] = {
+    Hello: _encode_hello,
+    Submit: _encode_submit,
+    Cancel: _encode_cancel,
+    Attach: encode_fields(Kind.ATTACH),
+    Credit: lambda message: (Kind.CREDIT, [message.seq], []),
+    Model: encode_fields(Kind.MODEL, without_none=True),
+    Ping: lambda message: (Kind.PING, [message.nonce], []),
+    Admin: _encode_admin,
+    Bye: lambda message: (Kind.BYE, {}, []),
+}
+_CLIENT_DECODERS: Mapping[int, Decoder] = {
+    Kind.HELLO: _decode_hello,
+    Kind.SUBMIT: _decode_submit,
+    Kind.CANCEL: _decode_cancel,
+    Kind.ATTACH: _decode_attach,
+    Kind.CREDIT: lambda body, raw: Credit(_integer(_array(body, 1)[0], "seq")),
+    Kind.MODEL: _decode_model,
+    Kind.PING: _decode_ping,
+    Kind.ADMIN: _decode_admin,
+    Kind.BYE: lambda body, raw: Bye(),
+}
+
+
+_SWAP = sys.byteorder == "big"
+
+
+def to_u32(values: Iterable[int]) -> bytes:
+    """Little-endian unsigned 32-bit. Raises OverflowError or TypeError for what does not fit."""
+    packed = values if isinstance(values, array) and values.typecode == "I" else array("I", values)
+    if _SWAP:
+        packed = array("I", packed)
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def from_u32(data: bytes, field: str = "tokens") -> array[int]:
+    """The inverse of `to_u32`."""
+    if len(data) % 4:
+        raise WireError(f"{field}: a u32[] has a length that is a multiple of 4, not {len(data)}", field=field)
+    values = array("I")
+    values.frombytes(data)
+    if _SWAP:
+        values.byteswap()
+    return values
+
+
+TERMINAL_ROW = 9  # elements that every one has
+
+
+class _ListedFiles(Body, frozen=True):
+    """The body of MODEL_FILES, whose contents are raw frames."""
+
+    fingerprint: Name = ""
+    files: Names = ()
+
+
+_LATER_MODEL_KEYS = (
+    "adapters",
+    "embedding_size",
+    "pooling",
+    "implementation",
+)  # left out where there is nothing to say
+
+
+def _decode_welcome(body: Any, raw: Sequence[bytes]) -> Welcome:
+    body = {"engine": "", "protocol": [PROTOCOL_MAJOR, 0], **_map(body)}
+    _start(body, "protocol", 2)
+    _start(body, "progress", 2)
+    return _read(Welcome, body)
+
+
+def _encode_welcome(message: Welcome) -> tuple[int, Any, Frames]:
+    body = asdict(message)
+    model = None if message.model is None else asdict(message.model)
+    if model is not None:
+        body["model"] = {key: value for key, value in model.items() if value or key not in _LATER_MODEL_KEYS}
+    if message.resumed is None:
+        del body["resumed"]
+    return Kind.WELCOME, body, []
+
+
+def _decode_accept(body: Any, raw: Sequence[bytes]) -> Accept:
+    accept = _read(Accept, body)
+    if accept.seed is not None and accept.seed >= 2**64:
+        raise WireError("seed: must fit in 64 bits", field="seed")
+    return accept
+
+
+def _encode_accept(message: Accept) -> tuple[int, Any, Frames]:
+    body = asdict(message)
+    if not message.note:
+        del body["note"]
+    if message.seed is None:
+        del body["seed"]
+    return Kind.ACCEPT, body, []
+
+
+def _decode_reject(body: Any, raw: Sequence[bytes]) -> Reject:
+    return _read(Reject, {"id": None, "stream": None, **_map(body)})
+
+
+def _decode_step(body: Any, raw: Sequence[bytes]) -> Step:
+    body = _array(body, 6)
+    seq, step, streams_data, counts_data, done_rows, extras = body[:6]
+    if not isinstance(streams_data, bytes) or not isinstance(counts_data, bytes | None):
+        raise WireError("streams and counts must be u32[] (bin)", field="streams")
+    if not isinstance(done_rows, list) or not isinstance(extras, dict | None):
+        raise WireError("done must be an array, extras a map or nil", field="done")
+    streams = from_u32(streams_data, "streams")
+    tokens = from_u32(raw[0] if raw else b"", "tokens")
+    counts = None if counts_data is None else from_u32(counts_data, "counts")
+    if (len(streams) if counts is None else sum(counts)) != len(tokens) or (counts and len(counts) != len(streams)):
+        raise WireError("streams, counts and tokens do not add up", field="counts")
+    text: list[tuple[int, str]] = []
+    logprobs: list[tuple[int, list[Any]]] = []
+    prompts: list[tuple[int, list[Any]]] = []
+    embeddings: list[tuple[int, bytes]] = []
+    if extras:
+        text = [_stream_and(row, str, "text") for row in extras.get("text") or ()]
+        logprobs = [_stream_and(row, list, "logprobs") for row in extras.get("logprobs") or ()]
+        prompts = [_stream_and(row, list, "prompt_logprobs") for row in extras.get("prompt_logprobs") or ()]
+        embeddings = [_stream_and(row, bytes, "embedding") for row in extras.get("embedding") or ()]
+        for _, vector in embeddings:
+            if len(vector) % 4:
+                raise WireError("extras.embedding: an f32[] has a length that is a multiple of 4", field="embedding")
+        for _, positions in (*logprobs, *prompts):
+            for position in positions:
+                _check_logprobs(position)
+    done = [_done(row) for row in done_rows] if done_rows else []
+    return Step(
+        _integer(seq, "seq", 1),
+        _integer(step, "step"),
+        streams,
+        tokens,
+        counts,
+        done,
+        text,
+        logprobs,
+        prompts,
+        embeddings,
+    )
+
+
+def _stream_and(row: Any, kind: type[_T], field: str) -> tuple[int, _T]:
+    if not isinstance(row, list) or len(row) < 2 or not isinstance(row[1], kind):
+        raise WireError(f"extras.{field}: must be [[stream, {kind.__name__}], ...]", field=field)
+    return _integer(row[0], field, 0, MAX_U32), row[1]
+
+
+def _check_logprobs(row: Any) -> None:
+    good = isinstance(row, list) and len(row) >= 4 and isinstance(row[2], list) and isinstance(row[3], list)
+    if not good or len(row[2]) != len(row[3]):
+        raise WireError("extras.logprobs: a position is [logprob, rank, [ids], [logprobs]]", field="logprobs")
+    _number(row[0], "logprobs")
+    _integer(row[1], "logprobs")
+
+
+def _done(row: Any) -> Done:
+    if not isinstance(row, list) or len(row) < TERMINAL_ROW:
+        raise WireError(f"a terminal row has {TERMINAL_ROW} elements", field="done")
+    return Done(
+        _integer(row[0], "done", 0, MAX_U32),
+        _choice(row[1], "done", FINISH_REASONS),
+        row[2],
+        *(_integer(value, "done") for value in row[3:6]),
+        *(_number(value, "done") for value in row[6:9]),
+        *(_integer(value, "done") for value in row[9:11]),
+    )
+
+
+def _encode_step(message: Step) -> tuple[int, Any, Frames]:
+    extras: dict[str, Any] = {}
+    if message.text:
+        extras["text"] = message.text
+    if message.logprobs:
+        extras["logprobs"] = message.logprobs
+    if message.prompt_logprobs:
+        extras["prompt_logprobs"] = message.prompt_logprobs
+    if message.embeddings:
+        extras["embedding"] = message.embeddings
+    counts = None if message.counts is None else to_u32(message.counts)
+    done = [row if row.accepted_tokens or row.rejected_tokens else row[:TERMINAL_ROW] for row in message.done]
+    body = [message.seq, message.step, to_u32(message.streams), counts, done, extras or None]
+    return Kind.STEP, body, [to_u32(message.tokens)]
+
+
+def _decode_model_files(body: Any, raw: Sequence[bytes]) -> ModelFiles:
+    listed = _read(_ListedFiles, body)
+    if len(listed.files) != len(raw):
+        raise WireError(f"files: {len(listed.files)} names but {len(raw)} raw frames", field="files")
+    return ModelFiles(listed.fingerprint, dict(zip(listed.files, raw, strict=True)))
+
+
+def _epoch(value: Any) -> bytes:
+    if not isinstance(value, bytes) or len(value) != EPOCH_BYTES:
+        raise WireError(f"epoch: must be {EPOCH_BYTES} bytes (bin)", field="epoch")
+    return value
+
+
+def _decode_pong(body: Any, raw: Sequence[bytes]) -> Pong:
+    body = _array(body, 4)
+    return Pong(
+        _integer(body[0], "nonce"),
+        _number(body[1], "loop_age_ms"),
+        _choice(body[2], "state", STATES),
+        _epoch(body[3]),
+    )
+
+
+def _decode_admin_reply(body: Any, raw: Sequence[bytes]) -> AdminReply:
+    return _read(AdminReply, {"op": "", "nonce": 0, **_map(body)})
+
+
+def _decode_goodbye(body: Any, raw: Sequence[bytes]) -> Goodbye:
+    return _read(Goodbye, body)
+
+
+_ENGINE_ENCODERS: Mapping[type, Encoder] = {
+    Welcome: _encode_welcome,
+    Accept: _encode_accept,
+    Reject: encode_fields(Kind.REJECT),
+    Step: _encode_step,
+    ModelFiles: lambda message: (
+        Kind.MODEL_FILES,
+        {"fingerprint": message.fingerprint, "files": list(message.files)},
+        list(message.files.values()),
+    ),
+    Pong: lambda message: (Kind.PONG, list(message), []),
+    Status: lambda message: (Kind.STATUS, message.values, []),
+    AdminReply: encode_fields(Kind.ADMIN_REPLY, without_none=True),
+    Goodbye: encode_fields(Kind.GOODBYE),
+}
+_ENGINE_DECODERS: Mapping[int, Decoder] = {
+    Kind.WELCOME: _decode_welcome,
+    Kind.ACCEPT: _decode_accept,
+    Kind.REJECT: _decode_reject,
+    Kind.STEP: _decode_step,
+    Kind.MODEL_FILES: _decode_model_files,
+    Kind.PONG: _decode_pong,
+    Kind.STATUS: lambda body, raw: Status(_map(body)),
+    Kind.ADMIN_REPLY: _decode_admin_reply,
+    Kind.GOODBYE: _decode_goodbye,
+}
+
+
+__all__ = [
+    "MAX_NAME_CHARACTERS",
+    "MAX_NOTE_BYTES",
+    "MAX_SALT_BYTES",
+    "MAX_U32",
+    "Frames",
+    "StepWriter",
+    "WireError",
+    "decode",
+    "encode",
+    "from_u32",
+    "header",
+    "pack",
+    "step_frames",
+    "to_u32",
+]
+
+_HEADER = {kind: MAGIC + bytes((PROTOCOL_MAJOR, kind)) for name, kind in vars(Kind).items() if not name.startswith("_")}
+_ENCODERS = {**_CLIENT_ENCODERS, **_ENGINE_ENCODERS}
+_DECODERS = {**_CLIENT_DECODERS, **_ENGINE_DECODERS}
+
+
+def pack(value: Any) -> bytes:
+    """One msgpack value."""
+    return cast(bytes, msgpack.packb(value))
+
+
+def header(kind: int) -> bytes:
+    """The first frame of a message of this kind."""
+    return _HEADER[kind]
+
+
+def encode(message: Message) -> Frames:
+    """The frames of a message, without a routing id."""
+    kind, body, raw = _ENCODERS[type(message)](message)
+    return [_HEADER[kind], pack(body), *raw]
+
+
+def decode(frames: Sequence[bytes]) -> Message:
+    """The message in these frames (without a routing id). Raises WireError and nothing else."""
+    if len(frames) < 2:
+        raise WireError(f"a message has a header and a body frame, got {len(frames)} frame(s)")
+    head = frames[0]
+    if len(head) != 4 or head[:2] != MAGIC:
+        raise WireError("the header is 4 bytes: 'IE', major version, kind")
+    if head[2] != PROTOCOL_MAJOR:
+        raise WireError(
+            f"this end speaks protocol major {PROTOCOL_MAJOR}, the message has {head[2]}", code="version_mismatch"
+        )
+    decoder = _DECODERS.get(head[3])
+    if decoder is None:
+        raise WireError(f"unknown message kind {head[3]}")
+    try:
+        body = msgpack.unpackb(frames[1], ext_hook=_refuse_ext, max_ext_len=0)
+    except WireError:
+        raise
+    except Exception as error:  # msgpack raises a dozen types; all of them mean the same to the peer
+        raise WireError(_complaint(error)) from None
+    return decoder(body, frames[2:])
+
+
+def _complaint(error: Exception) -> str:
+    """What of msgpack's errors somebody can act on."""
+    if isinstance(error, UnicodeDecodeError):
+        return "a string in the body is not UTF-8"
+    if isinstance(error, msgpack.StackError):
+        return "the body is nested too deeply"
+    if "map key" in str(error):
+        return "a map in the body has a key that is no string: write numbers as strings, or as [[number, value], …]"
+    return f"the body is not one msgpack value: {type(error).__name__}"
+
+
+class StepWriter:
+    """Frames of STEPs that carry tokens and terminal rows alone, one after the other: a packer that is kept needs no
+    new buffer for each. For one thread."""
+
+    def __init__(self) -> None:
+        self._pack: Callable[[Any], bytes] = msgpack.Packer().pack
+
+    def frames(self, seq: int, step: int, streams: bytes, done: Sequence[Done], tokens: bytes) -> Frames:
+        """As `step_frames`, each stream with one token."""
+        return [_HEADER[Kind.STEP], self._pack((seq, step, streams, None, done, None)), tokens]
+
+
+def step_frames(
+    seq: int,
+    step: int,
+    streams: bytes,
+    counts: bytes | None,
+    done: Sequence[Done],
+    extras: Mapping[str, Any] | None,
+    tokens: bytes,
+) -> Frames:
+    """A STEP whose columns are u32[] already."""
+    return [_HEADER[Kind.STEP], pack([seq, step, streams, counts, done, extras]), tokens]
+
+
+def _refuse_ext(code: int, data: bytes) -> Any:
+    raise WireError(f"msgpack ext type {code} is not part of this wire")
+
+
+# -- flow control ------------------------------------------------------------------------------------------------------
+
+
+CREDIT_DELAY_S = 0.05
+
+
+class CreditGiver:
+    """The client's end: CREDIT after half a window, and 50 ms after a STEP at the latest."""
+
+    def __init__(self) -> None:
+        self.due_s: float | None = None
+        self._seq = 0  # last STEP handled
+        self._given = 0  # last STEP acknowledged
+        self._batch = 1
+
+    def start(self, window: int, seq: int) -> None:
+        """A WELCOME: the window, and the last STEP handled so far."""
+        self._batch = max(1, window // 2)
+        self._seq = self._given = seq
+        self.due_s = None
+
+    def reset(self) -> None:
+        """The connection is gone; nothing is due until the next WELCOME."""
+        self.due_s = None
+
+    def handled(self, seq: int, now: float) -> Credit | None:
+        """A STEP was handled."""
+        self._seq = seq
+        if seq - self._given >= self._batch:
+            return self._give()
+        if self.due_s is None:
+            self.due_s = now + CREDIT_DELAY_S
+        return None
+
+    def due(self, now: float) -> Credit | None:
+        """Return the CREDIT to send if the delay after a handled STEP has passed at `now` (seconds), otherwise None."""
+        return self._give() if self.due_s is not None and now >= self.due_s else None
+
+    def _give(self) -> Credit:
+        self._given = self._seq
+        self.due_s = None
+        return Credit(self._seq)
+
+
+class CreditWindow:
+    """The engine's end: STEPs out and not acknowledged, at most `size` of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.seq = 0  # last STEP made
+        self.acknowledged = 0
+        self.full_since_s: float | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether another STEP may be sent before the peer gives credit."""
+        return self.seq - self.acknowledged < self.size
+
+    def take(self, now: float) -> int:
+        """The number of the next STEP. Only when open."""
+        self.seq += 1
+        if self.seq - self.acknowledged >= self.size:
+            self.full_since_s = now
+        return self.seq
+
+    def give(self, seq: int) -> bool:
+        """CREDIT up to `seq`. False if that STEP was never sent."""
+        if seq > self.seq:
+            return False
+        if seq > self.acknowledged:
+            self.acknowledged = seq
+            self.full_since_s = None
+        return True

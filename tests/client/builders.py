@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from inferengine.client.output import Finish, OpenRequest
+from inferengine.client.requests import Finish, OpenRequest
 from inferengine.client.session import Session
 from inferengine.sampling_params import SamplingParams
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import RESUME_OUTPUT, Accept, Done, ModelInfo, Step, Submit, Welcome
 
 INFO = ModelInfo("tiny", "ab" * 32, 1000, 4096, (2,), 16, 65_536, "float32", ("pirate",))
@@ -32,13 +32,13 @@ class ScriptedEngine:
         self.send(Welcome("e", epoch, state, model=self.info, features=self.features, resumed=resumed))
 
     def send(self, message: Any) -> None:
-        self.session.receive(codec.encode(message), self.now)
+        self.session.receive(messages.encode(message), self.now)
 
     def received(self, kind: type) -> list[Any]:
         """The messages of this kind that the session has sent since the last call."""
-        messages = [codec.decode(frames) for frames in self.session.outgoing]
+        sent = [messages.decode(frames) for frames in self.session.outgoing]
         self.session.outgoing.clear()
-        return [message for message in messages if isinstance(message, kind)]
+        return [message for message in sent if isinstance(message, kind)]
 
     def submit(self, *, accept: bool = True, **fields: Any) -> OpenRequest:
         options = {name: fields.pop(name) for name in OPTIONS & fields.keys()}

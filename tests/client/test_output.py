@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inferengine.client.output import OpenRequest, OutputCollector
+from inferengine.client.requests import OpenRequest, OutputCollector
 from inferengine.wire.messages import Attach
 
 

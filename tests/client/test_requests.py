@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inferengine.client.session import PATIENCE_S, Phase
-from inferengine.wire.messages import Accept, Attach, Cancel, Done, Goodbye, Hello, Reject, StopFound, Submit
+from inferengine.wire.messages import Accept, Attach, Bye, Cancel, Done, Goodbye, Hello, Reject, StopFound, Submit
 from tests.client.builders import INFO, SEED, WAIT_S, ScriptedEngine, code_of, finish_of, stream_of
 
 
@@ -133,6 +133,13 @@ def test_requests_of_an_engine_that_gives_up_wait_for_its_successor(code: str) -
     (message,) = engine.received(Submit)
     assert message.resume == (array("I", [11]).tobytes(), array("I", [21]).tobytes())
     assert message.stalls == (code == "engine_stalled")
+
+
+def test_a_goodbye_is_answered_with_bye() -> None:
+    """The engine that ends waits for it."""
+    engine = ScriptedEngine()
+    engine.send(Goodbye("Going."))
+    assert engine.received(Bye) == [Bye()]
 
 
 @pytest.mark.parametrize("code", ["engine_error", "cancelled", "client_stalled", "deadline_exceeded"])

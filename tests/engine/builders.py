@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import zmq
 
@@ -22,7 +23,7 @@ from inferengine.engine.service import EngineService
 from inferengine.observability.tracing import Tracing
 from inferengine.simulation.simulated_executor import SimulatedExecutor, make_capacity
 from inferengine.text import fingerprint
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import (
     Accept,
     Credit,
@@ -74,8 +75,9 @@ def run_service(
             wait_until(lambda: service.lifecycle.state == "READY" or service.wait(0.0) is not None)
             yield service
         finally:
-            service.abort()
-            assert service.wait(60.0) is not None, "the engine did not end"
+            with patch("inferengine.engine.service.FAREWELL_S", 0.0):  # most tests' clients do not answer GOODBYE
+                service.abort()
+                assert service.wait(60.0) is not None, "the engine did not end"
 
 
 def make_config(folder: str, **sections: Any) -> Config:
@@ -107,10 +109,21 @@ def check_idle(service: EngineService) -> None:
 class RawClient:
     """A client made of a DEALER and the codec: it does exactly what the test says, and nothing by itself."""
 
-    def __init__(self, address: str, *, routing_id: bytes | None = None, greet: bool = True, **hello: Any) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        routing_id: bytes | None = None,
+        greet: bool = True,
+        drops_unread: bool = False,
+        **hello: Any,
+    ) -> None:
+        """`drops_unread`: what is unread when the connection ends is lost, as the sockets of our clients have it."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        if drops_unread:
+            self.socket.setsockopt(zmq.IMMEDIATE, 1)
         self.socket.setsockopt(zmq.ROUTING_ID, routing_id or secrets.token_hex(8).encode())
         self.socket.connect(address)
         self.pending: list[Message] = []
@@ -123,7 +136,7 @@ class RawClient:
             self.pending = [message for message in self.pending if not isinstance(message, Step)]
 
     def send(self, message: Message) -> None:
-        self.send_frames(codec.encode(message))
+        self.send_frames(messages.encode(message))
 
     def send_frames(self, frames: list[bytes]) -> None:
         self.socket.send_multipart(frames)
@@ -134,7 +147,7 @@ class RawClient:
             return self.pending.pop(0)
         if not self.socket.poll(int(timeout_s * 1e3)):
             return None
-        message = codec.decode(self.socket.recv_multipart())
+        message = messages.decode(self.socket.recv_multipart())
         if isinstance(message, Step):
             self.last_seq = message.seq
         return message
@@ -152,7 +165,7 @@ class RawClient:
 
     def submit(self, stream: int, *, max_tokens: int = 4, prompt: list[int] | None = None, **fields: Any) -> Submit:
         params = {"max_tokens": max_tokens, "ignore_eos": True, **fields.pop("params", {})}
-        prompt_frame = None if {"text", "messages"} & fields.keys() else codec.to_u32(prompt or [1, 2, 3])
+        prompt_frame = None if {"text", "messages"} & fields.keys() else messages.to_u32(prompt or [1, 2, 3])
         message = Submit(
             fields.pop("id", None) or secrets.token_bytes(16), stream, prompt_frame, params=params, **fields
         )

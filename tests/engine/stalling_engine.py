@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 from inferengine.config import load
-from inferengine.core.step_plan import StepPlan
+from inferengine.core.executor import StepPlan
 from inferengine.engine.process import serve
 from inferengine.engine.service import EngineService
 from inferengine.observability import logging as logs
-from inferengine.process.sd_notify import Notifier, Watchdog
+from inferengine.process.system import Notifier, Watchdog
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from tests.engine.builders import make_card, small_capacity
 

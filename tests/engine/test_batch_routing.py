@@ -9,13 +9,22 @@ import pytest
 
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
-from inferengine.engine.io.connection import Connection, SendResult
-from inferengine.engine.io.output_log import OutputLog, Submission, Subscription, TextLog
-from inferengine.engine.io.publisher import FEW_COLUMNS, MAX_COLUMNS, BatchRouting, Publisher
-from inferengine.engine.metrics.counters import Counters
+from inferengine.engine.counters import Counters
+from inferengine.engine.io.publisher import (
+    FEW_COLUMNS,
+    MAX_COLUMNS,
+    BatchRouting,
+    Connection,
+    OutputLog,
+    Publisher,
+    SendResult,
+    Submission,
+    Subscription,
+    TextLog,
+)
 from inferengine.sampling_params import SamplingParams
 from inferengine.text import TextStream, Tokenizer
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import Step
 from tests.engine.builders import Collected, make_card
 
@@ -32,7 +41,7 @@ class Post:
         self.num_messages: dict[bytes, int] = {}
 
     def send(self, routing_id: bytes, frames: list[bytes]) -> SendResult:
-        message = codec.decode(frames)
+        message = messages.decode(frames)
         assert isinstance(message, Step)
         self.got.setdefault(routing_id, Collected()).take(message)
         self.num_messages[routing_id] = self.num_messages.get(routing_id, 0) + 1
@@ -61,11 +70,11 @@ def enter(routing: BatchRouting) -> BatchRouting:
 
 
 def streams_of(routing: BatchRouting, connection: Connection) -> list[int]:
-    return list(codec.from_u32(routing.groups[connection].stream_column))
+    return list(messages.from_u32(routing.groups[connection].stream_column))
 
 
 def tokens_for(routing: BatchRouting, connection: Connection) -> list[int]:
-    return list(codec.from_u32(routing.token_column(routing.groups[connection])))
+    return list(messages.from_u32(routing.token_column(routing.groups[connection])))
 
 
 @pytest.mark.parametrize("num_steps", [1, FEW_COLUMNS, MAX_COLUMNS, MAX_COLUMNS + 3])

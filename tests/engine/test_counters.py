@@ -8,7 +8,7 @@ import pytest
 
 from inferengine.client import Client
 from inferengine.core.sequence import Finished
-from inferengine.engine.metrics.counters import TOKEN_GAP_S, Counters, Histogram
+from inferengine.engine.counters import TOKEN_GAP_S, Counters, Histogram
 from inferengine.observability.logging import JsonFormatter
 from inferengine.sampling_params import SamplingParams
 from tests.engine.builders import address_of, run_service

@@ -17,8 +17,17 @@ from inferengine.engine.service import EngineService
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor, simulated_embedding
-from inferengine.wire.codec import to_u32
-from inferengine.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, Attach, Cancel, Credit, Reject, Step, Submit
+from inferengine.wire.messages import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    Attach,
+    Cancel,
+    Credit,
+    Reject,
+    Step,
+    Submit,
+    to_u32,
+)
 from tests.engine.builders import RawClient, address_of, check_idle, run_service, small_capacity
 
 PROMPT = to_u32([5, 6, 7, 8, 9])

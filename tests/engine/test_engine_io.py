@@ -12,7 +12,7 @@ import pytest
 from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.io.engine_io import IOThread
 from inferengine.engine.lifecycle import Lifecycle
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import Message, Ping
 from tests.engine.builders import RawClient, make_config, wait_until
 
@@ -28,7 +28,7 @@ class Running:
         self.thread.start(self._receive, lambda now: now + 3600.0)
 
     def _receive(self, frames: list[bytes], now: float) -> None:
-        self.received.append(codec.decode(frames[1:]))
+        self.received.append(messages.decode(frames[1:]))
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from collections import Counter
 import pytest
 
 from inferengine.client import AsyncClient, Client
-from inferengine.core.executor import DeviceLost
-from inferengine.core.step_plan import StepPlan
+from inferengine.core.executor import DeviceLost, StepPlan
 from inferengine.engine.core import StepFailed
 from inferengine.engine.service import EngineService
 from inferengine.errors import ExitCode, InferEngineError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inferengine.engine.service import EngineService
-from inferengine.engine.services import grammars as grammar_service
+from inferengine.engine.services import preparation as grammar_service
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire.messages import Admin, AdminReply, Cancel, Reject
 from tests.engine.builders import check_idle, make_card, run_service, small_capacity

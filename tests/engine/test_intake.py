@@ -9,12 +9,12 @@ import pytest
 
 from inferengine.core.sequence import choice_seed
 from inferengine.engine.io.intake import TEXT_TIMEOUT_S, PendingSubmission, PendingSubmissions
-from inferengine.engine.io.output_log import Submission
+from inferengine.engine.io.publisher import Submission
 from inferengine.engine.service import EngineService
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import Accept, Attach, Credit, Hello, Kind, Pong, Reject, Step, Submit, Welcome
 from tests.engine.builders import VOCAB_SIZE, RawClient, check_idle, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
@@ -200,7 +200,7 @@ def test_errors_are_told_in_milliseconds_during_a_long_step(connect: Connect) ->
         wait_until(lambda: engine.core is not None and bool(engine.core.scheduler.running))
         begin = time.monotonic()
         client.submit(2, params={"temperature": 9})
-        client.send_frames([codec.header(Kind.SUBMIT), b"\xc1"])
+        client.send_frames([messages.header(Kind.SUBMIT), b"\xc1"])
         client.ping(9)
         assert client.expect(Reject).field == "params.temperature"
         assert client.expect(Reject).code == "protocol_error"
@@ -273,8 +273,8 @@ class TestProtocol:
             [b"IE\x01\x4d", b"\x80"],
             [b"GET / HTTP/1.1"],
             [b"", b""],
-            [codec.header(Kind.SUBMIT), b"\x81\xa2id"],
-            [codec.header(Kind.STEP), b"\x90"],
+            [messages.header(Kind.SUBMIT), b"\x81\xa2id"],
+            [messages.header(Kind.STEP), b"\x90"],
             [b"IE\x01\x02"],
         ],
     )

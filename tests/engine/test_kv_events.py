@@ -9,8 +9,8 @@ import msgpack
 import pytest
 import zmq
 
-from inferengine.core.kv_cache.block_pool import BlockRemoved, BlockStored
-from inferengine.engine.metrics.kv_events import KVEventPublisher
+from inferengine.core.kv_cache import BlockRemoved, BlockStored
+from inferengine.engine.kv_events import KVEventPublisher
 from inferengine.engine.service import EngineService
 from inferengine.wire import sockets
 from inferengine.wire.messages import Admin, AdminReply

@@ -74,6 +74,8 @@ def launch(tmp_path: Path, checkpoint: Path) -> Iterator[Launch]:
     yield start
     for process in started:
         process.close()
+    if (log := tmp_path / "log").exists():
+        print(log.read_text())  # shown when the test failed
 
 
 def test_a_stream_goes_on_after_a_rank_was_killed(launch: Launch, tmp_path: Path) -> None:

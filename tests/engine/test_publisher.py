@@ -7,16 +7,21 @@ from array import array
 
 import pytest
 
+from inferengine.core.executor import TokenLogprobs
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
-from inferengine.core.step_plan import TokenLogprobs
-from inferengine.engine.io.connection import Connection, SendResult
-from inferengine.engine.io.output_log import SUBMISSION_BYTES, Submission
-from inferengine.engine.io.publisher import ENOUGH_BYTES, Publisher
-from inferengine.engine.metrics.counters import Counters
+from inferengine.engine.counters import Counters
+from inferengine.engine.io.publisher import (
+    ENOUGH_BYTES,
+    SUBMISSION_BYTES,
+    Connection,
+    Publisher,
+    SendResult,
+    Submission,
+)
 from inferengine.sampling_params import SamplingParams
 from inferengine.text import TextStream, Tokenizer
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import Step
 from tests.engine.builders import Collected, make_card
 
@@ -32,7 +37,7 @@ class Post:
 
     def send(self, routing_id: bytes, frames: list[bytes]) -> SendResult:
         if self.result is SendResult.OK:
-            message = codec.decode(frames)
+            message = messages.decode(frames)
             assert isinstance(message, Step)
             self.steps.setdefault(routing_id, []).append(message)
         return self.result

@@ -11,12 +11,11 @@ from dataclasses import replace
 import pytest
 
 from inferengine.engine.service import EngineService
-from inferengine.engine.services.grammars import TOKENS_PER_LOOK, advance
+from inferengine.engine.services.preparation import TOKENS_PER_LOOK, advance
 from inferengine.errors import InferEngineError
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.text import TextStream, Tokenizer
-from inferengine.wire.codec import to_u32
-from inferengine.wire.messages import RESUME_OUTPUT, Accept, Attach, Bye, Cancel, Reject, Step
+from inferengine.wire.messages import RESUME_OUTPUT, Accept, Attach, Bye, Cancel, Reject, Step, to_u32
 from tests.engine.builders import RawClient, check_idle, make_card, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
 from tests.engine.test_tokenization import run_script, script_of

@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 
 from inferengine.config import Config
-from inferengine.core.executor import Capacity, Executor, Progress
-from inferengine.core.step_plan import StepPlan
+from inferengine.core.executor import Capacity, Executor, Progress, StepPlan
 from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.process import exit_code_of
 from inferengine.engine.service import EngineService
 from inferengine.errors import ConfigError, ExitCode
 from inferengine.process.listen import AddressTaken
-from inferengine.process.sd_notify import Notifier, Watchdog
+from inferengine.process.system import Notifier, Watchdog
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire.messages import (
+    Accept,
     Admin,
     AdminReply,
+    Bye,
     Goodbye,
     Model,
     ModelFiles,
@@ -174,6 +175,19 @@ class TestAddresses:
 
 
 class TestEnding:
+    def test_an_engine_that_ends_waits_for_the_answer_to_its_goodbye(
+        self, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A GOODBYE that lies unread when the connection ends is lost, and its client would hold requests for long."""
+        monkeypatch.setattr("inferengine.engine.service.FAREWELL_S", 60.0)
+        with run_service() as engine:
+            client = connect(engine)
+            engine.abort()
+            client.expect(Goodbye)
+            assert engine.wait(0.3) is None
+            client.send(Bye())
+            assert engine.wait(20.0) is not None
+
     def test_draining_finishes_what_runs_and_refuses_what_comes(self, connect: Connect) -> None:
         with run_service(step_s=0.01) as engine:
             client = connect(engine)
@@ -189,6 +203,25 @@ class TestEnding:
             assert collected.done[1][0].reason == "length"
             client.expect(Goodbye)
             assert engine.wait(10.0) == ExitCode.OK
+
+    def test_a_client_that_reads_late_gets_all_before_the_engine_ends(self, connect: Connect) -> None:
+        """A client's socket drops what is unread when its connection ends."""
+        with run_service(step_s=0.01) as service:
+            client = connect(service, drops_unread=True)
+            client.submit(1, max_tokens=50)
+            client.expect(Accept)
+            service.drain()
+            service.wait(2.0)  # the client does not read meanwhile
+            assert len(client.collect({1}).tokens[1]) == 50
+            assert service.wait(10.0) == ExitCode.OK
+
+    def test_a_client_that_never_reads_does_not_keep_the_engine(self, connect: Connect) -> None:
+        with run_service() as service:
+            client = connect(service)
+            client.submit(1)
+            client.expect(Accept)
+            service.drain()
+            assert service.wait(30.0) == ExitCode.OK
 
     def test_a_drain_that_takes_too_long_ends_the_rest_with_abort(self, connect: Connect) -> None:
         with run_service(step_s=0.02, engine={"drain_timeout_s": 0.2}) as engine:

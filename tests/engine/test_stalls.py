@@ -18,14 +18,13 @@ import httpx
 import pytest
 
 from inferengine.config import child_environment
-from inferengine.engine.lifecycle import UnchangedTimer
+from inferengine.engine.lifecycle import StallHistory, StallRecord, UnchangedTimer
 from inferengine.engine.service import EngineService
-from inferengine.engine.step_watchdog import StallHistory, StallRecord
 from inferengine.errors import KINDS, ExitCode
 from inferengine.process import listen
 from inferengine.process.child import ChildSpec
-from inferengine.process.sd_notify import Notifier
 from inferengine.process.supervisor import Supervisor
+from inferengine.process.system import Notifier
 from inferengine.wire.messages import Accept, Admin, AdminReply, Goodbye, Hello, Reject, Step, Welcome
 from tests.engine.builders import RawClient, address_of, make_card, make_config, run_service, wait_until
 from tests.engine.conftest import Connect
@@ -181,7 +180,7 @@ class TestService:
             engine_command = [sys.executable, "-m", "tests.engine.stalling_engine", str(tmp_path / "stalled")]
             view = RecordingView()
             supervisor = Supervisor(
-                ChildSpec("engine", engine_command, environment, watchdog_s=30.0),
+                [ChildSpec("engine", engine_command, environment, watchdog_s=30.0)],
                 [ChildSpec("http", [sys.executable, "-m", "inferengine.cli", "http"], environment, listener)],
                 Path(folder),
                 view,
@@ -317,7 +316,7 @@ def test_a_process_whose_own_end_hangs_is_gone_all_the_same(tmp_path: Path) -> N
 import threading
 from inferengine.config import load
 from inferengine.engine import process as startup
-from inferengine.process.sd_notify import Notifier
+from inferengine.process.system import Notifier
 from inferengine.engine.service import EngineService
 from inferengine.errors import ExitCode
 from tests.engine.builders import make_card

@@ -10,7 +10,7 @@ import pytest
 
 from inferengine.core.scheduler.planner import ScheduledStep
 from inferengine.core.step_time import Roofline, StallRule
-from inferengine.engine.step_watchdog import EXCUSED_S, TICK_S, Stall, StepWatchdog, stall_rule
+from inferengine.engine.lifecycle import EXCUSED_S, TICK_S, Stall, StepWatchdog, stall_rule
 from tests.core.test_step_time import make_step
 
 RULE = StallRule(factor=20.0, min_s=2.0, new_kind_s=10.0)

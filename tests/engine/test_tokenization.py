@@ -9,10 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from inferengine.core.executor import Capacity
-from inferengine.core.step_plan import StepPlan, StepResult
+from inferengine.core.executor import Capacity, StepPlan, StepResult
 from inferengine.engine.service import EngineService
-from inferengine.engine.services.tokenization import TextService
+from inferengine.engine.services.preparation import TextService
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.text import Tokenizer
 from inferengine.wire.messages import Accept, Attach, Cancel, Reject, Step

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import zmq
 
-from inferengine.engine.io.connection import MAX_BACKLOG_BYTES, Connection, SendResult
 from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.io.engine_io import IOThread
+from inferengine.engine.io.publisher import MAX_BACKLOG_BYTES, Connection, SendResult
 from inferengine.engine.lifecycle import Lifecycle
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import Ping
 from tests.engine.builders import make_config, wait_until
 
@@ -36,7 +36,7 @@ def test_the_files_of_a_model_wait_in_a_pipe_once_however_often_they_are_asked_f
     reader.setsockopt(zmq.LINGER, 0)
     reader.connect(config.wire.socket)
     before = _resident_mb()
-    reader.send_multipart(codec.encode(Ping(1)))
+    reader.send_multipart(messages.encode(Ping(1)))
     wait_until(lambda: len(sent) == ANSWERS, 60.0)
     grown = _resident_mb() - before
     reader.close(0)

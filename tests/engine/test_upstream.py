@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from inferengine.engine.upstream.completions import ids_of_text
 from inferengine.engine.upstream.relay import UpstreamLoop
 from inferengine.errors import ConfigError
 from inferengine.text import fingerprint
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import Cancel
 from tests.engine.builders import RawClient, address_of, make_config, run_service, wait_until
 from tests.frontends.http.builders import TOKENIZER, FrontEnd, House, house, ids, says
@@ -43,6 +44,7 @@ class FakeServer(ThreadingHTTPServer):
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []
         self.left = threading.Event()  # a client went away in the middle
+        self.connections: set[Handler] = set()
         super().__init__(("127.0.0.1", port), Handler)
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -61,6 +63,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing."""
+
+    def handle(self) -> None:
+        self.server.connections.add(self)
+        super().handle()
+        self.server.connections.remove(self)
 
     def do_GET(self) -> None:
         self.answer(200, {"data": [{"id": "fake"}]})
@@ -353,7 +360,7 @@ def test_output_within_a_grammar_is_not_resumed() -> None:
             service,
             params={"temperature": 0},
             grammar=["json_object", "{}"],
-            resume=[codec.to_u32(ids("{"))],
+            resume=[messages.to_u32(ids("{"))],
         )
         assert (refused.code, refused.field) == ("unsupported", "resume")
 
@@ -404,3 +411,28 @@ def test_a_wrong_configuration_names_its_key(tmp_path: Path, upstream: dict[str,
     with pytest.raises(ConfigError) as refusal:
         build_executor(config, CARD)
     assert refusal.value.field == key
+
+
+def test_an_engine_that_waits_in_vain_for_an_upstream_leaves_no_connection_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = Config().with_values(upstream={"url": "http://127.0.0.1:1", "start_timeout_s": 0.1})
+    loop = UpstreamLoop(config, CARD)
+    with pytest.raises(ConfigError, match="no answer"):
+        loop.load(lambda phase, share: None)
+    del loop
+    gc.collect()  # aiohttp tells of a session that nobody closed when it is collected
+    assert "Unclosed" not in caplog.text
+
+
+def test_an_engine_that_fails_leaves_no_connection_open() -> None:
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    with FakeServer(speaks("one")) as server:
+        config = Config().with_values(upstream={"url": server.url})
+        with run_service(lambda: UpstreamLoop(config, CARD), card=CARD) as service:
+            assert server.connections
+            service.loaded.loop.call(fail)
+            wait_until(lambda: service.lifecycle.last_error == "RuntimeError: a bug")
+            wait_until(lambda: not server.connections)

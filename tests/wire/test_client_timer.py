@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from inferengine.client import AsyncClient
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import READY, Credit, Message, Step, Welcome
 
 
@@ -26,14 +26,16 @@ def test_credit_that_is_due_does_not_wait_for_the_next_message(tmp_path: Path) -
 
         async def receive() -> tuple[bytes, Message]:
             routing_id, *frames = await asyncio.wait_for(router.recv_multipart(), 10.0)
-            return routing_id, codec.decode(frames)
+            return routing_id, messages.decode(frames)
 
         client = AsyncClient(address, status_address="")
         client.start()
         peer, _ = await receive()
         welcome = Welcome("engine", bytes(8), READY, ("ready", 1.0), None, heartbeat_s=3600.0, lease_s=7200.0)
-        await router.send_multipart([peer, *codec.encode(welcome)])
-        await router.send_multipart([peer, *codec.encode(Step(1, 1, codec.from_u32(b""), codec.from_u32(b"")))])
+        await router.send_multipart([peer, *messages.encode(welcome)])
+        await router.send_multipart(
+            [peer, *messages.encode(Step(1, 1, messages.from_u32(b""), messages.from_u32(b"")))]
+        )
         _, message = await receive()
         await client.close()
         context.destroy(linger=0)

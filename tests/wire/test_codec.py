@@ -10,43 +10,43 @@ import msgpack
 import pytest
 
 from inferengine.errors import KINDS
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import MAGIC, Kind, Reject, Step, Submit
 from tests.wire.messages import EXAMPLES, ID
 
 
 def frames_of(kind: int, body: Any, *raw: bytes) -> list[bytes]:
-    return [codec.header(kind), msgpack.packb(body), *raw]
+    return [messages.header(kind), msgpack.packb(body), *raw]
 
 
-def error_of(frames: list[bytes]) -> codec.WireError:
-    with pytest.raises(codec.WireError) as caught:
-        codec.decode(frames)
+def error_of(frames: list[bytes]) -> messages.WireError:
+    with pytest.raises(messages.WireError) as caught:
+        messages.decode(frames)
     return caught.value
 
 
 def check_decodes_or_refuses(frames: list[bytes]) -> None:
     """The only two things that decoding may do; and every refusal can be sent as a REJECT."""
-    refusal: codec.WireError | None = None
+    refusal: messages.WireError | None = None
     try:
-        message = codec.decode(frames)
-    except codec.WireError as error:
+        message = messages.decode(frames)
+    except messages.WireError as error:
         refusal = error
     if refusal is None:
-        assert codec.decode(codec.encode(message)) == message
+        assert messages.decode(messages.encode(message)) == message
     else:
         assert refusal.code in KINDS
-        assert isinstance(codec.decode(codec.encode(refusal.reject())), Reject)
+        assert isinstance(messages.decode(messages.encode(refusal.reject())), Reject)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_round_trip(name: str) -> None:
-    assert codec.decode(codec.encode(EXAMPLES[name])) == EXAMPLES[name]
+    assert messages.decode(messages.encode(EXAMPLES[name])) == EXAMPLES[name]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_truncation_of_any_frame_at_any_byte(name: str) -> None:
-    frames = codec.encode(EXAMPLES[name])
+    frames = messages.encode(EXAMPLES[name])
     for index, frame in enumerate(frames):
         for length in range(len(frame)):
             check_decodes_or_refuses([*frames[:index], frame[:length], *frames[index + 1 :]])
@@ -56,7 +56,7 @@ def test_truncation_of_any_frame_at_any_byte(name: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_flipped_and_inserted_bytes(seed: int) -> None:
     generator = random.Random(seed)
-    examples = [codec.encode(message) for message in EXAMPLES.values()]
+    examples = [messages.encode(message) for message in EXAMPLES.values()]
     for _ in range(2000):
         frames = [bytearray(frame) for frame in generator.choice(examples)]
         for _ in range(generator.randint(1, 4)):
@@ -126,16 +126,16 @@ class TestWhatIsRefused:
 
     def test_ext_types(self) -> None:
         body = msgpack.packb({"id": msgpack.ExtType(5, b"x")})
-        assert error_of([codec.header(Kind.SUBMIT), body]).code == "protocol_error"
+        assert error_of([messages.header(Kind.SUBMIT), body]).code == "protocol_error"
 
     def test_more_than_one_value(self) -> None:
-        assert error_of([codec.header(Kind.PING), msgpack.packb([1]) * 2]).code == "protocol_error"
+        assert error_of([messages.header(Kind.PING), msgpack.packb([1]) * 2]).code == "protocol_error"
 
     def test_deep_nesting(self) -> None:
-        assert error_of([codec.header(Kind.SUBMIT), b"\x91" * 100_000]).code == "protocol_error"
+        assert error_of([messages.header(Kind.SUBMIT), b"\x91" * 100_000]).code == "protocol_error"
 
     def test_a_length_that_promises_gigabytes(self) -> None:
-        assert error_of([codec.header(Kind.SUBMIT), b"\xdd\xff\xff\xff\xff"]).code == "protocol_error"
+        assert error_of([messages.header(Kind.SUBMIT), b"\xdd\xff\xff\xff\xff"]).code == "protocol_error"
 
     @pytest.mark.parametrize(
         ("change", "field"),
@@ -174,7 +174,7 @@ class TestWhatIsRefused:
         ],
     )
     def test_what_is_wrong_with_a_body_is_told(self, body: bytes, says: str) -> None:
-        assert says in error_of([codec.header(Kind.SUBMIT), body]).message
+        assert says in error_of([messages.header(Kind.SUBMIT), body]).message
 
     @pytest.mark.parametrize(
         ("body", "field"),
@@ -197,35 +197,35 @@ class TestWhatIsRefused:
         assert error_of(frames_of(Kind.SUBMIT, {"id": ID, "stream": 1, "text": "x"}, bytes(4))).field == "prompt"
 
     def test_step_columns_that_do_not_add_up(self) -> None:
-        streams, counts = codec.to_u32([1, 2]), codec.to_u32([1, 2])
-        assert error_of(frames_of(Kind.STEP, [1, 1, streams, counts, [], None], codec.to_u32([5]))).field == "counts"
+        streams, counts = messages.to_u32([1, 2]), messages.to_u32([1, 2])
+        assert error_of(frames_of(Kind.STEP, [1, 1, streams, counts, [], None], messages.to_u32([5]))).field == "counts"
 
 
 class TestGrowth:
     """Newer peers say more: older ones must not mind."""
 
     def test_unknown_keys_of_maps_are_ignored(self) -> None:
-        message = codec.decode(frames_of(Kind.SUBMIT, {"id": ID, "stream": 1, "text": "x", "colour": "red"}))
+        message = messages.decode(frames_of(Kind.SUBMIT, {"id": ID, "stream": 1, "text": "x", "colour": "red"}))
         assert message == Submit(ID, 1, text="x")
 
     def test_arrays_may_grow_at_the_end(self) -> None:
-        body = [1, 2, codec.to_u32([7]), None, [[7, "stop", None, 1, 0, 1, 0.0, 0.0, 0.0, 0, 0, "new"]], None, "new"]
-        message = codec.decode(frames_of(Kind.STEP, body, codec.to_u32([5])))
+        body = [1, 2, messages.to_u32([7]), None, [[7, "stop", None, 1, 0, 1, 0.0, 0.0, 0.0, 0, 0, "new"]], None, "new"]
+        message = messages.decode(frames_of(Kind.STEP, body, messages.to_u32([5])))
         assert isinstance(message, Step)
         assert (message.streams, message.done[0].reason) == (array("I", [7]), "stop")
 
     def test_an_absent_key_means_its_default(self) -> None:
-        assert codec.decode(frames_of(Kind.SUBMIT, {"id": ID, "stream": 1}, bytes(4))) == Submit(ID, 1, bytes(4))
+        assert messages.decode(frames_of(Kind.SUBMIT, {"id": ID, "stream": 1}, bytes(4))) == Submit(ID, 1, bytes(4))
 
 
 def test_prompts_survive_a_large_round_trip() -> None:
     prompt = array("I", range(200_000))
-    message = codec.decode(codec.encode(Submit(ID, 1, codec.to_u32(prompt))))
+    message = messages.decode(messages.encode(Submit(ID, 1, messages.to_u32(prompt))))
     assert isinstance(message, Submit)
-    assert codec.from_u32(message.prompt or b"") == prompt
+    assert messages.from_u32(message.prompt or b"") == prompt
 
 
 @pytest.mark.parametrize("values", [[-1], [2**32], ["x"]])
 def test_what_is_no_u32_cannot_be_sent(values: list[Any]) -> None:
     with pytest.raises((OverflowError, TypeError)):
-        codec.to_u32(values)
+        messages.to_u32(values)

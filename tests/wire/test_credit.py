@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from inferengine.wire.flow_control import CREDIT_DELAY_S, CreditGiver, CreditWindow
-from inferengine.wire.messages import Credit
+from inferengine.wire.messages import CREDIT_DELAY_S, Credit, CreditGiver, CreditWindow
 
 
 def test_a_window_closes_when_it_is_full_and_opens_with_credit() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import inferengine.wire
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import Kind
 from tests.wire.messages import EXAMPLES, GOLDEN
 
@@ -20,17 +20,17 @@ def golden_frames(name: str) -> list[bytes]:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_message_is_encoded_as_ever(name: str) -> None:
-    assert codec.encode(EXAMPLES[name]) == golden_frames(name)
+    assert messages.encode(EXAMPLES[name]) == golden_frames(name)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_golden_bytes_are_understood(name: str) -> None:
-    assert codec.decode(golden_frames(name)) == EXAMPLES[name]
+    assert messages.decode(golden_frames(name)) == EXAMPLES[name]
 
 
 def test_every_kind_has_an_example_and_every_file_is_used() -> None:
     kinds = {value for key, value in vars(Kind).items() if not key.startswith("_")}
-    assert {codec.encode(message)[0][3] for message in EXAMPLES.values()} == kinds
+    assert {messages.encode(message)[0][3] for message in EXAMPLES.values()} == kinds
     assert {path.stem for path in GOLDEN.glob("*.hex")} == set(EXAMPLES)
 
 

@@ -11,16 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from inferengine.config import Config
-from inferengine.engine.io.connection import Connection, Send
+from inferengine.engine.counters import Counters
 from inferengine.engine.io.intake import Intake
-from inferengine.engine.io.output_log import Submission
-from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.io.publisher import Connection, Publisher, Send, Submission
 from inferengine.engine.lifecycle import Lifecycle
-from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.process.system import missed_s
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import (
     EMBEDDINGS,
     RESUME_OUTPUT,
@@ -123,8 +121,8 @@ class Connections:
         if connection is not None:
             connection.back(now)
         try:
-            message = codec.decode(frames[1:])
-        except codec.WireError as error:
+            message = messages.decode(frames[1:])
+        except messages.WireError as error:
             self._counters.num_protocol_errors += 1
             self._reply(routing_id, connection, error.reject(), now)
             return
@@ -160,7 +158,7 @@ class Connections:
             )
             self.by_routing_id[routing_id] = connection
             self._counters.num_connections = len(self.by_routing_id)
-        connection.answer(codec.encode(self._welcome(connection).replace(resumed=resumed)), now)
+        connection.answer(messages.encode(self._welcome(connection).replace(resumed=resumed)), now)
         if resumed:
             connection.send_again(now)
             self._publisher.flush(connection, now)
@@ -176,12 +174,12 @@ class Connections:
         files = self._card.files
         if message.files is not None:
             files = {name: files[name] for name in message.files if name in files}
-        connection.answer(codec.encode(ModelFiles(self._card.fingerprint, files)), now)
+        connection.answer(messages.encode(ModelFiles(self._card.fingerprint, files)), now)
 
     def _on_ping(self, connection: Connection, message: Ping, now: float) -> None:
         lifecycle = self._lifecycle
         age_ms = round(lifecycle.loop_age_s() * 1e3, 1)
-        connection.answer(codec.encode(Pong(message.nonce, age_ms, lifecycle.state, lifecycle.epoch)), now)
+        connection.answer(messages.encode(Pong(message.nonce, age_ms, lifecycle.state, lifecycle.epoch)), now)
 
     def _on_admin(self, connection: Connection, message: Admin, now: float) -> None:
         def reply(result: Any) -> None:
@@ -189,7 +187,7 @@ class Connections:
                 answer = AdminReply(message.op, message.nonce, True, result)
                 if isinstance(result, InferEngineError):  # it failed after it had begun
                     answer = AdminReply(message.op, message.nonce, False, None, result.code, result.message)
-                connection.answer(codec.encode(answer), self._lifecycle.clock())
+                connection.answer(messages.encode(answer), self._lifecycle.clock())
 
         try:
             operation = self._admin_ops.get(message.op)
@@ -198,7 +196,7 @@ class Connections:
             operation(message.arguments, reply)
         except InferEngineError as error:
             answer = AdminReply(message.op, message.nonce, False, None, error.code, error.message)
-            connection.answer(codec.encode(answer), now)
+            connection.answer(messages.encode(answer), now)
 
     def _on_bye(self, connection: Connection, message: Bye, now: float) -> None:
         self._drop(connection, now, "")
@@ -214,12 +212,12 @@ class Connections:
             return
         self._broadcast, self._broadcast_s = current, now
         for connection in self.by_routing_id.values():
-            connection.answer(codec.encode(self._welcome(connection)), now)
+            connection.answer(messages.encode(self._welcome(connection)), now)
 
     def goodbye(self, reason: str, now: float) -> None:
         """Send GOODBYE to every connection."""
         for connection in self.by_routing_id.values():
-            connection.answer(codec.encode(Goodbye(reason)), now)
+            connection.answer(messages.encode(Goodbye(reason)), now)
 
     def tick(self, now: float) -> None:
         """Check leases and stalled readers, and try full pipes again."""
@@ -252,7 +250,7 @@ class Connections:
         """Send a silent client a WELCOME. It cannot be sent where the connection is gone; a paused client reads it."""
         if connection.gone_since_s is None and now - connection.probed_s >= self._config.wire.heartbeat_s:
             connection.probed_s = now
-            connection.answer(codec.encode(self._welcome(connection)), now)
+            connection.answer(messages.encode(self._welcome(connection)), now)
 
     def _extend_deadlines(self, paused_s: float, now: float) -> None:
         """This process was paused: extend leases and time limits by that time."""
@@ -269,6 +267,19 @@ class Connections:
             for connection in self.by_routing_id.values()
         )
 
+    @property
+    def all_handled(self) -> bool:
+        """Whether every reachable connection has acknowledged all that it was sent. What lies unread at a client when
+        its connection ends is lost there: its socket drops it (IMMEDIATE, wire/sockets.py)."""
+        return self.all_sent and not any(
+            connection.gone_since_s is None and connection.unacknowledged for connection in self.by_routing_id.values()
+        )
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether no connection is reachable."""
+        return all(connection.gone_since_s is not None for connection in self.by_routing_id.values())
+
     def _read_by(self, connection: Connection) -> list[Submission]:
         """Submissions that only this connection reads."""
         submissions = {s.log.submission.id: s.log.submission for s in connection.streams.values()}
@@ -283,7 +294,7 @@ class Connections:
         if why and connection.streams:
             logger.info("connection %s dropped: %s", _display_name(connection), why)
         if farewell:
-            connection.answer(codec.encode(Goodbye(f"This peer was dropped: {why}.")), now)
+            connection.answer(messages.encode(Goodbye(f"This peer was dropped: {why}.")), now)
         connection.dropped = True
         self.by_routing_id.pop(connection.routing_id, None)
         self._counters.num_connections = len(self.by_routing_id)
@@ -307,9 +318,9 @@ class Connections:
 
     def _reply(self, routing_id: bytes, connection: Connection | None, message: Message, now: float) -> None:
         if connection is not None:
-            connection.answer(codec.encode(message), now)
+            connection.answer(messages.encode(message), now)
         else:
-            self._send(routing_id, codec.encode(message))  # an unknown client: lost if the pipe is full
+            self._send(routing_id, messages.encode(message))  # an unknown client: lost if the pipe is full
 
 
 def _protocol_error(message: Message, text: str, field: str | None = None) -> Reject:

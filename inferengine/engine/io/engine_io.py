@@ -30,30 +30,25 @@ from inferengine.config import Config
 from inferengine.core.executor import AdapterStore
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
-from inferengine.engine.io.connection import SendResult
+from inferengine.engine.counters import Counters
 from inferengine.engine.io.connections import TICK_S, Connections
-from inferengine.engine.io.endpoint import Endpoint
+from inferengine.engine.io.endpoint import Endpoint, LostConnections
 from inferengine.engine.io.intake import Intake
-from inferengine.engine.io.lost_connections import LostConnections
-from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.io.publisher import Publisher, SendResult, record_choice
+from inferengine.engine.kv_events import KVEventPublisher
 from inferengine.engine.lifecycle import Lifecycle, Shutdown
 from inferengine.engine.loop import EngineRef, Loop, LoopOutput
-from inferengine.engine.metrics.counters import Counters
-from inferengine.engine.metrics.kv_events import KVEventPublisher
-from inferengine.engine.metrics.spans import record_choice
-from inferengine.engine.metrics.stats import StatsReporter
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.services.adapters import AdapterService
 from inferengine.engine.services.admin import AdminOperations
-from inferengine.engine.services.grammars import GrammarReplay, GrammarService
+from inferengine.engine.services.preparation import GrammarReplay, GrammarService, TextService
 from inferengine.engine.services.profiler import MakeRecorder, Profiler
-from inferengine.engine.services.tokenization import TextService
+from inferengine.engine.stats import StatsReporter
 from inferengine.errors import InferEngineError
 from inferengine.observability.tracing import Tracing
 from inferengine.process import stdio
-from inferengine.wire import codec, sockets
-from inferengine.wire.codec import Frames
-from inferengine.wire.messages import ModelInfo, Status
+from inferengine.wire import messages, sockets
+from inferengine.wire.messages import Frames, ModelInfo, Status
 
 logger = logging.getLogger(__name__)
 
@@ -372,12 +367,16 @@ class EngineIO:
         return self._thread.ask(self._stats.stats)
 
     def is_drained(self) -> bool:
-        """Whether every choice has ended and every reachable client has got everything."""
+        """Whether every choice has ended and every reachable client has been sent everything."""
+        return bool(self._thread.ask(lambda: self._all_ended and self.connections.all_sent))
 
-        def is_drained() -> bool:
-            return not self.publisher.num_open and not self.intake.has_unanswered and self.connections.all_sent
+    def is_delivered(self) -> bool:
+        """Whether, beyond that, every reachable client has handled what it was sent."""
+        return bool(self._thread.ask(lambda: self._all_ended and self.connections.all_handled))
 
-        return bool(self._thread.ask(is_drained))
+    def is_alone(self) -> bool:
+        """Whether no client is reachable any more, because each has said BYE or is gone."""
+        return bool(self._thread.ask(lambda: self.connections.all_gone))
 
     def terminate(self, termination: Termination) -> None:
         """Have every open choice ended, without the loop's help."""
@@ -395,6 +394,10 @@ class EngineIO:
         self._thread.stop(timeout_s)
 
     # -- in the I/O thread -------------------------------------------------------------------------------------------
+
+    @property
+    def _all_ended(self) -> bool:
+        return not self.publisher.num_open and not self.intake.has_unanswered
 
     def _publish(self, output: LoopOutput) -> None:
         if self._ended:
@@ -414,7 +417,7 @@ class EngineIO:
         self.lost_connections.tick(now, busy=self.publisher.num_open > 0)
         if now >= self._status_due_s:
             self._status_due_s = now + self._status_interval_s
-            self._thread.publish([self._status_topic, *codec.encode(Status(self._stats.status()))])
+            self._thread.publish([self._status_topic, *messages.encode(Status(self._stats.status()))])
         return min(self._status_due_s, now + (RETRY_S if self.connections.has_backlog else TICK_S))
 
     def _terminate(self, termination: Termination) -> None:

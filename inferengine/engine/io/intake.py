@@ -23,22 +23,25 @@ from typing import TYPE_CHECKING
 
 from inferengine.config import Config, LimitsConfig
 from inferengine.core.constraints import Grammar
-from inferengine.core.scheduler.admission import admit, check_prompt, resolve_max_tokens
+from inferengine.core.scheduler.queues import admit, check_prompt, resolve_max_tokens
 from inferengine.core.sequence import Request, choice_seed
-from inferengine.engine.io.connection import Connection
-from inferengine.engine.io.output_log import OutputLog, PriorOutputs, Submission
-from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.counters import Counters
+from inferengine.engine.io.publisher import Connection, OutputLog, PriorOutputs, Publisher, Submission
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.loop import EngineRef, LoadedEngine
-from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.services.adapters import AdapterService
-from inferengine.engine.services.grammars import GrammarReplay, GrammarService
-from inferengine.engine.services.tokenization import CONTEXT_TOKENS, TextService, num_characters
+from inferengine.engine.services.preparation import (
+    CONTEXT_TOKENS,
+    GrammarReplay,
+    GrammarService,
+    TextService,
+    num_characters,
+)
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
 from inferengine.sampling_params import MAX_PROMPT_LOGPROBS, POOLINGS, SamplingParams, from_map, of_choice, validate
 from inferengine.structured_output.spec import GrammarSpec, grammar_from_list, validate_grammar
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
 
 if TYPE_CHECKING:
@@ -110,7 +113,7 @@ def read_resume(message: Submit, params: SamplingParams, *, vocab_size: int, max
             raise InvalidRequest(
                 f"resume[{choice}]", f"has {len(part) // 4} tokens; the model's length allows {max_model_len}"
             )
-    outputs = [None if part is None else codec.from_u32(part, "resume") for part in message.resume]
+    outputs = [None if part is None else messages.from_u32(part, "resume") for part in message.resume]
     if all(output is None for output in outputs):
         raise InvalidRequest("resume", "every choice has ended: there is nothing to go on with")
     for choice, output in enumerate(outputs):
@@ -130,7 +133,7 @@ def read_prediction(message: Submit, *, vocab_size: int, max_model_len: int) -> 
     num_tokens = len(message.prediction) // 4
     if num_tokens > max_model_len:
         raise InvalidRequest("prediction", f"has {num_tokens} tokens; the model's length allows {max_model_len}")
-    prediction = codec.from_u32(message.prediction, "prediction")
+    prediction = messages.from_u32(message.prediction, "prediction")
     if (highest := max(prediction)) >= vocab_size:
         text = f"token id {highest} is outside the vocabulary of {vocab_size}: use the model's tokenizer"
         raise InvalidRequest("prediction", text)
@@ -400,7 +403,7 @@ class Intake:
             )
             deadline_s = None if message.deadline_ms is None else now + message.deadline_ms / 1e3
             self._publisher.register(submission)
-            prompt = None if message.prompt is None else codec.from_u32(message.prompt, "prompt")
+            prompt = None if message.prompt is None else messages.from_u32(message.prompt, "prompt")
             if prompt is not None and message.grammar is None:
                 self._accept(engine, submission, message, prompt, deadline_s, now, outputs=outputs)
                 self._add_reader(connection, message, submission, now, attached=False)
@@ -483,8 +486,8 @@ class Intake:
         return engine
 
     def _check_streams(self, connection: Connection, stream: int, count: int) -> None:
-        if stream + count > codec.MAX_U32:
-            raise InvalidRequest("stream", f"must be at most {codec.MAX_U32 - count}")
+        if stream + count > messages.MAX_U32:
+            raise InvalidRequest("stream", f"must be at most {messages.MAX_U32 - count}")
         streams = range(stream, stream + count)
         taken = any(each in connection.streams for each in streams)
         if taken or any(item.is_read_as(connection, streams) for item in self._pending):
@@ -692,7 +695,7 @@ class Intake:
         answer = Accept(
             message.id, message.stream, submission.num_prompt, len(submission.logs), attached, note, submission.seed
         )
-        connection.answer(codec.encode(answer), now)
+        connection.answer(messages.encode(answer), now)
 
     def _refuse(self, item: PendingSubmission, error: InferEngineError) -> None:
         self._publisher.forget(item.submission)
@@ -712,7 +715,7 @@ class Intake:
             error.kind.retryable,
             after_ms,
         )
-        connection.answer(codec.encode(answer), now)
+        connection.answer(messages.encode(answer), now)
 
     def _leave(self, connection: Connection, streams: set[int]) -> None:
         """Stop sending these streams to this connection; requests without another reader are cancelled."""

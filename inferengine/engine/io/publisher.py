@@ -1,13 +1,26 @@
-"""Publisher: turn the output of a step into one STEP message per connection, with cursors instead of queues.
+"""What each client is sent: connections, the logs of outputs, and one STEP message per connection and step.
 
-A connection without credit costs nothing: its subscriptions are marked dirty, their cursors stay, and a later STEP
-carries more. Coalescing for a slow reader, resuming, and attaching are therefore the same operation.
+Connection: the state that the engine keeps of one connected client, and how messages are sent to it or queued. It knows
+nothing of requests: only windows, unacknowledged STEPs, and answers that did not fit into a full pipe.
+
+OutputLog: a request's output is a log; a stream is a cursor on it (Subscription). Ended submissions are retained for
+clients that attach later, for `resume_ttl_s` and up to a number of bytes. Beyond that, the tenant that retains the most
+loses its oldest first, so that one that asks for large outputs (log-probabilities of long prompts) costs the others
+nothing.
+
+Publisher: turns the output of a step into messages, with cursors instead of queues. A connection without credit costs
+nothing: its subscriptions are marked dirty, their cursors stay, and a later STEP carries more. Coalescing for a slow
+reader, resuming, and attaching are therefore the same operation.
 
 The common step is cheap: BatchRouting says which logs a step's tokens go to and who reads them, once for all steps of
 the same sequences (equal `StepOutput.layout`). While no sequence begins or ends, a step costs nothing per sequence: the
 stream column of each connection is a constant, sending is one conversion of the drawn tokens, and the tokens stay
 together in one column; the logs take theirs out of the columns when somebody reads them, or after `MAX_COLUMNS` steps.
 Sequences that begin and end change the routing in place.
+
+The end of a choice is logged, without its text, and recorded as a span under its client's (`record_choice`), with the
+times of queueing, prefill and decoding. Attributes follow OpenTelemetry's gen_ai conventions; `gen_ai.latency.*` are
+vLLM's names, in seconds.
 
 Used by the I/O thread only.
 """
@@ -19,27 +32,476 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
+from inferengine.core.executor import TokenLogprobs
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
-from inferengine.core.step_plan import TokenLogprobs
-from inferengine.engine.io.connection import Connection
-from inferengine.engine.io.output_log import (
-    MakeText,
-    OutputLog,
-    PriorOutputs,
-    RetainedSubmissions,
-    Submission,
-    Subscription,
-    TextLog,
-)
-from inferengine.engine.metrics.counters import Counters
-from inferengine.wire import codec
-from inferengine.wire.messages import Done
+from inferengine.engine.counters import Counters
+from inferengine.errors import bounded
+from inferengine.observability.tracing import PROVIDER, Tracing, unix_ns
+from inferengine.sampling_params import SamplingParams
+from inferengine.text import TextStream
+from inferengine.wire import messages
+from inferengine.wire.messages import CreditWindow, Done, Frames
 
 logger = logging.getLogger("inferengine.requests")
+
+
+MAX_BACKLOG = (
+    8192  # answers that wait for a connection which does not read: beyond, it is a flood and the connection is dropped
+)
+MAX_BACKLOG_BYTES = 64 * 1024 * 1024  # of them together, but for one that is larger
+
+
+# -- connections -------------------------------------------------------------------------------------------------------
+
+
+class SendResult(Enum):
+    """What became of a message handed to the socket."""
+
+    OK = 0
+    FULL = 1  # the pipe is full: try again later
+    GONE = 2  # there is no connection with this routing id
+
+
+Send = Callable[[bytes, Frames], SendResult]
+
+
+class Connection:
+    """One client under its routing id. Lives from HELLO to BYE, the end of its lease, or the next HELLO that does not
+    resume."""
+
+    __slots__ = (
+        "_send",
+        "backlog",
+        "backlog_bytes",
+        "dirty",
+        "dropped",
+        "gone_since_s",
+        "heard_s",
+        "name",
+        "overflowed",
+        "probed_s",
+        "role",
+        "routing_id",
+        "stalled",
+        "streams",
+        "unacknowledged",
+        "window",
+    )
+
+    def __init__(
+        self, routing_id: bytes, send: Send, *, window: int, now: float, role: str = "", name: str = ""
+    ) -> None:
+        self.routing_id = routing_id
+        self.role = role
+        self.name = name
+        self.window = CreditWindow(window)
+        self.unacknowledged: deque[tuple[int, Frames]] = deque()
+        self.backlog: deque[Frames] = deque()
+        self.backlog_bytes = 0
+        self.overflowed = False
+        self.streams: dict[int, Any] = {}  # the publisher's subscriptions, by stream number
+        self.dirty: dict[int, Any] = {}  # those of them with news that have not been sent
+        self.stalled = False
+        self.dropped = False  # the engine has forgotten this connection
+        self.heard_s = now
+        self.probed_s = now  # when it was last asked whether its connection stands
+        self.gone_since_s: float | None = None
+        self._send = send
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a STEP may go out now."""
+        return self.window.open and self.gone_since_s is None and not self.backlog
+
+    def answer(self, frames: Frames, now: float) -> None:
+        """Send a message that is not a STEP, after those that wait already. A lost connection loses it: the client
+        asks again."""
+        if self.backlog or self._put(frames, now) is SendResult.FULL:
+            size = sum(map(len, frames))
+            too_large = self.backlog and self.backlog_bytes + size > MAX_BACKLOG_BYTES
+            if too_large or len(self.backlog) >= MAX_BACKLOG:
+                self.overflowed = True
+                return
+            self.backlog.append(frames)
+            self.backlog_bytes += size
+
+    def send_step(self, frames: Frames, now: float) -> bool:
+        """Send the STEP numbered `window.seq + 1`; only when `can_step`. False: it did not go out, nothing changed."""
+        if self._put(frames, now) is not SendResult.OK:
+            return False
+        self.unacknowledged.append((self.window.take(now), frames))
+        return True
+
+    def acknowledge(self, seq: int) -> bool:
+        """CREDIT. False if that STEP was never sent."""
+        if not self.window.give(seq):
+            return False
+        unacknowledged = self.unacknowledged
+        while unacknowledged and unacknowledged[0][0] <= seq:
+            unacknowledged.popleft()
+        self.stalled = self.stalled and not self.window.open
+        return True
+
+    def resume(self, last_seq: int, now: float) -> bool:
+        """Continue after a reconnect: the client has handled STEPs up to `last_seq`. False: that is not possible."""
+        if not self.window.acknowledged <= last_seq <= self.window.seq:
+            return False
+        self.acknowledge(last_seq)
+        self.back(now)
+        self._clear_backlog()
+        return True
+
+    def send_again(self, now: float) -> None:
+        """Send unacknowledged STEPs again, in order, before anything new."""
+        for _, frames in self.unacknowledged:
+            self.answer(frames, now)
+
+    def flush_backlog(self, now: float) -> None:
+        """Try to send again what did not fit."""
+        while self.backlog and self._put(self.backlog[0], now) is SendResult.OK:
+            self.backlog_bytes -= sum(map(len, self.backlog.popleft()))
+
+    def back(self, now: float) -> None:
+        """A message came from the client."""
+        self.heard_s = now
+        self.gone_since_s = None
+
+    def extend_deadlines(self, seconds: float, now: float) -> None:
+        """Extend the lease and the stall limit: the engine itself did not run for so long."""
+        self.heard_s = min(now, self.heard_s + seconds)
+        if self.gone_since_s is not None:
+            self.gone_since_s = min(now, self.gone_since_s + seconds)
+        if self.window.full_since_s is not None:
+            self.window.full_since_s = min(now, self.window.full_since_s + seconds)
+
+    def _put(self, frames: Frames, now: float) -> SendResult:
+        if self.gone_since_s is not None:
+            return SendResult.GONE
+        result = self._send(self.routing_id, frames)
+        if result is SendResult.GONE:
+            self.gone_since_s = now
+            self._clear_backlog()
+        return result
+
+    def _clear_backlog(self) -> None:
+        self.backlog.clear()
+        self.backlog_bytes = 0
+
+
+# -- output logs -------------------------------------------------------------------------------------------------------
+
+
+SUBMISSION_BYTES = 4096  # with its parameters and the records of its choices
+ROW_BYTES, ALTERNATIVE_BYTES = 256, 72  # of log-probabilities at one position, and of each alternative there
+UNKNOWN = TokenLogprobs(0.0, 0, [], [])  # in the place of what an engine before this one told; never sent
+
+LOST_CODES = ("engine_unavailable", "engine_restarted")  # after which clients send a request again, with its output
+
+PriorOutputs: TypeAlias = "Sequence[array[int] | None]"  # per choice, of an earlier engine; None: it had ended there
+MakeText = Callable[["Submission", bool], TextStream]  # of a submission; whether stop strings are to be looked for
+
+
+class Submission:
+    """One SUBMIT: its choices and what all of them share. Kept for `resume_ttl_s` after its end."""
+
+    __slots__ = (
+        "abandoned",
+        "adapter",
+        "context_ids",
+        "detached",
+        "id",
+        "label",
+        "logs",
+        "note",
+        "num_prompt",
+        "params",
+        "pooling",
+        "seed",
+        "tenant",
+        "traceparent",
+    )
+
+    def __init__(
+        self,
+        id: bytes,
+        params: SamplingParams,
+        *,
+        tenant: str = "",
+        detached: bool = False,
+        label: str = "",
+        note: bytes = b"",
+        pooling: str | None = None,
+        traceparent: str = "",
+    ) -> None:
+        self.id = id
+        self.params = params
+        self.tenant = tenant
+        self.detached = detached
+        self.label = label
+        self.note = note  # opaque bytes of the client
+        self.pooling = pooling  # of an embedding; None: it generates
+        self.traceparent = traceparent
+        self.abandoned = False  # ended because its readers were lost: whoever comes back with its output goes on
+        self.seed: int | None = None  # drawn here, where its client named none
+        self.num_prompt = 0
+        self.adapter = 0  # LoRA adapter it runs with
+        self.context_ids: list[int] = []  # last tokens of the prompt, where the output continues its text
+        self.logs: list[OutputLog] = []  # one per choice; none while its prompt is being tokenized
+
+    @property
+    def accepted(self) -> bool:
+        """Whether it was accepted."""
+        return bool(self.logs)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of its choices have ended."""
+        return self.accepted and all(log.ended is not None for log in self.logs)
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether it has ended before its output was complete."""
+        return self.ended and any(log.ended is not None and log.ended.reason == "abort" for log in self.logs)
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether it has ended because what computed it was lost, while this engine goes on: an upstream."""
+        return self.ended and any(
+            log.ended is not None and log.ended.reason == "error" and log.ended.detail[0] in LOST_CODES
+            for log in self.logs
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes, once it has ended."""
+        return SUBMISSION_BYTES + len(self.note) + sum(log.num_bytes for log in self.logs)
+
+    def forget_draws(self) -> None:
+        """Drop the sampling parameters of an ended submission: lists in them may be as long as the vocabulary."""
+        self.params = self.params.replace(allowed_token_ids=(), logit_bias=(), bad_words_ids=(), stop_token_ids=())
+
+    @property
+    def num_subscriptions(self) -> int:
+        """How many cursors stand on its logs."""
+        return sum(len(log.subscriptions) for log in self.logs)
+
+
+class TextLog:
+    """The text of a log, as far as it may be shown."""
+
+    __slots__ = ("_stream", "stopped_at", "stopped_by", "text")
+
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
+        self.text = ""
+        self.stopped_by: str | None = None
+        self.stopped_at = 0  # number of tokens up to and with the one that completed the stop string
+
+    def push(self, token_ids: list[int], *, final: bool, stop_token: bool) -> bool:
+        """Take more tokens. True: they completed a stop string."""
+        delta = self._stream.push(token_ids, final, stop_token)
+        self.text += delta.text
+        if delta.stop is None or self.stopped_by is not None:
+            return False
+        self.stopped_by, self.stopped_at = delta.stop, delta.num_tokens
+        return True
+
+
+class OutputLog:
+    """The output of one choice: tokens, and where asked for their log-probabilities and their text."""
+
+    __slots__ = (
+        "arrival_s",
+        "choice",
+        "embedding",
+        "ended",
+        "found_stop",
+        "logprobs",
+        "num_before",
+        "prompt_logprobs",
+        "routing",
+        "stored",
+        "submission",
+        "subscriptions",
+        "text",
+        "uid",
+    )
+
+    def __init__(
+        self, uid: int, submission: Submission, choice: int, arrival_s: float, before: array[int] | None = None
+    ) -> None:
+        """`before`: the output that an engine before this one gave."""
+        self.uid = uid
+        self.submission = submission
+        self.choice = choice
+        self.arrival_s = arrival_s
+        self.stored: array[int] = array("I", before or ())  # without what its routing has not given it yet
+        self.num_before = len(self.stored)  # of them given by an engine before this one
+        self.logprobs: list[TokenLogprobs] | None = None
+        if submission.params.logprobs is not None:
+            self.logprobs = [UNKNOWN] * self.num_before
+        wants_prompt = submission.params.prompt_logprobs is not None and choice == 0
+        self.prompt_logprobs: list[TokenLogprobs] | None = [] if wants_prompt else None
+        self.text: TextLog | None = None
+        self.embedding: bytes | None = None  # with its end
+        self.ended: Done | None = None  # its terminal row, still without a stream
+        self.found_stop: tuple[int, str] | None = None  # by a reader who matches them itself: tokens, stop string
+        self.subscriptions: list[Subscription] = []
+        self.routing: Any = None  # of the last step that had a token for it
+
+    @property
+    def tokens(self) -> array[int]:
+        """All tokens so far."""
+        if self.routing is not None:
+            self.routing.settle()
+        return self.stored
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found: whatever the core still draws is not part of the output."""
+        return self.text is not None and self.text.stopped_by is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes."""
+        size = 4 * len(self.tokens) + len(self.embedding or b"") + (0 if self.text is None else 4 * len(self.text.text))
+        for rows in (self.logprobs, self.prompt_logprobs):
+            if rows:
+                size += len(rows) * (ROW_BYTES + ALTERNATIVE_BYTES * len(rows[-1].top_ids))
+        return size
+
+    def sink(self) -> OutputLog:
+        """A log that nobody reads, in this one's place."""
+        sink = OutputLog(self.uid, self.submission, self.choice, self.arrival_s)
+        sink.routing = self.routing
+        return sink
+
+    def cut(self, num_tokens: int) -> None:
+        """Drop what came after the stop string."""
+        del self.tokens[num_tokens:]
+        if self.logprobs is not None:
+            del self.logprobs[num_tokens:]
+
+    def end(self, row: Finished) -> None:
+        """End the log as the core ended the choice; where a stop string was found before, with that as the reason."""
+        text = self.text
+        reason, num_tokens = row.reason, row.num_output
+        detail: Any = row.detail
+        if isinstance(row.detail, tuple):
+            detail = [row.detail[0], bounded(row.detail[1]), *row.detail[2:]]
+        if text is not None and text.stopped_by is not None:
+            reason, detail, num_tokens = "stop", text.stopped_by, text.stopped_at
+            self.cut(num_tokens)
+        elif self.found_stop is not None and reason == "abort":
+            reason, detail, num_tokens = "stop", self.found_stop[1], min(self.found_stop[0], num_tokens)
+        queued_s = row.total_s if row.queued_s is None else row.queued_s
+        self.ended = Done(
+            0,
+            reason,
+            detail,
+            row.num_prompt,
+            row.num_cached,
+            num_tokens,
+            round(queued_s * 1e3, 3),
+            round((row.first_token_s or 0.0) * 1e3, 3),
+            round(row.total_s * 1e3, 3),
+            min(row.num_accepted, num_tokens),
+            row.num_rejected,
+        )
+
+
+class Subscription:
+    """One connection's cursor on one log. A plain one (tokens alone) that is not dirty stands at the end of its log by
+    definition, so that a common step moves no cursors."""
+
+    __slots__ = ("ahead", "characters", "connection", "cursor", "log", "plain", "stream", "wants_text", "wants_tokens")
+
+    def __init__(self, connection: Connection, log: OutputLog, stream: int, reply: str) -> None:
+        self.connection = connection
+        self.log = log
+        self.stream = stream
+        self.wants_tokens = reply != "text"
+        self.wants_text = reply in ("text", "both")
+        extra = log.logprobs is not None or log.prompt_logprobs is not None or log.submission.pooling is not None
+        self.plain = not self.wants_text and not extra
+        self.cursor = (
+            0  # tokens sent, or held by the reader: those of an engine before this one may be more than the log
+        )
+        self.characters = 0  # characters of text sent
+        self.ahead = 0  # tokens that its reader held when the log had fewer: until it has them, no text is sent
+
+    @property
+    def behind(self) -> bool:
+        """Whether there is something in the log that was not sent. Only for those whose cursor is kept."""
+        log = self.log
+        if log.ended is not None:
+            return True
+        if self.ahead > len(log.tokens):
+            return False
+        if self.cursor < len(log.tokens) and (self.wants_tokens or log.logprobs is not None):
+            return True
+        return self.wants_text and log.text is not None and self.characters < len(log.text.text)
+
+    def terminal_row(self) -> Done:
+        """The log's terminal event under this stream's number. Only when it has ended."""
+        ended = self.log.ended
+        if ended is None:
+            raise RuntimeError("the log has not ended")
+        return ended._replace(stream=self.stream)
+
+
+class _Item(NamedTuple):
+    due_s: float
+    submission: Submission
+    num_bytes: int
+
+
+class RetainedSubmissions:
+    """Ended submissions. They are added with a moment that is never before that of one added earlier."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._by_tenant: dict[str, deque[_Item]] = {}
+        self._sizes: dict[str, int] = {}
+        self._due: deque[tuple[float, str]] = deque()  # one for each item; those of items dropped before are stale
+
+    def add(self, submission: Submission, due_s: float) -> None:
+        """Keep an ended submission until `due_s`."""
+        tenant = submission.tenant
+        item = _Item(due_s, submission, submission.num_bytes)
+        self._by_tenant.setdefault(tenant, deque()).append(item)
+        self._sizes[tenant] = self._sizes.get(tenant, 0) + item.num_bytes
+        self.num_bytes += item.num_bytes
+        self._due.append((due_s, tenant))
+
+    def expire(self, now: float) -> list[Submission]:
+        """Remove and return what is due, or too much."""
+        gone: list[Submission] = []
+        while self._due and self._due[0][0] <= now:
+            due_s, tenant = self._due.popleft()
+            items = self._by_tenant.get(tenant)
+            if items and items[0].due_s <= due_s:
+                gone.append(self._drop(tenant))
+        while self.num_bytes > self._max_bytes:
+            gone.append(self._drop(max(self._sizes, key=self._sizes.__getitem__)))
+        return gone
+
+    def _drop(self, tenant: str) -> Submission:
+        """The oldest of this tenant."""
+        items = self._by_tenant[tenant]
+        item = items.popleft()
+        self.num_bytes -= item.num_bytes
+        self._sizes[tenant] -= item.num_bytes
+        if not items:
+            del self._by_tenant[tenant], self._sizes[tenant]
+        return item.submission
+
 
 ENOUGH_BYTES = 4 * 1024 * 1024  # in one message, of what is more than tokens: the others come in the next
 BYTES_PER_ROW, BYTES_PER_ALTERNATIVE = 16, 13  # of log-probabilities at one position
@@ -48,6 +510,9 @@ ENDED_ELSEWHERE = ("engine_restarted", "This choice ended at an engine before th
 MAX_COLUMNS = 64  # steps that logs may be behind their routing
 FEW_COLUMNS = 4  # with fewer it is quicker to give each token to its log than to cut the columns into rows
 MAX_GONE_SHARE = 8  # one in so many sequences may have ended for a change in place: beyond, a new routing is quicker
+
+
+# -- publishing --------------------------------------------------------------------------------------------------------
 
 
 class StepMessage:
@@ -101,7 +566,7 @@ class StepMessage:
                 self._embeddings.append((stream, log.embedding))
                 self._num_bytes += len(log.embedding)
 
-    def frames(self, seq: int, step: int) -> codec.Frames:
+    def frames(self, seq: int, step: int) -> messages.Frames:
         """The message, as STEP number `seq` of its connection."""
         extras: dict[str, Any] = {
             name: rows
@@ -113,8 +578,8 @@ class StepMessage:
             )
             if rows
         }
-        columns = (codec.to_u32(self._streams), codec.to_u32(self._counts), self._done, extras or None)
-        return codec.step_frames(seq, step, *columns, codec.to_u32(self._tokens))
+        columns = (messages.to_u32(self._streams), messages.to_u32(self._counts), self._done, extras or None)
+        return messages.step_frames(seq, step, *columns, messages.to_u32(self._tokens))
 
 
 def _size(rows: list[TokenLogprobs]) -> int:
@@ -165,19 +630,19 @@ class RoutingGroup:
     def stream_column(self) -> bytes:
         """The streams of the rows, u32[]."""
         if self._column is None:
-            self._column = codec.to_u32(self.streams)
+            self._column = messages.to_u32(self.streams)
         return self._column
 
     def token_column(self, token_ids: list[int], tokens: array[int]) -> bytes:
         """The tokens of the rows, u32[], out of all tokens of a step, given in both forms."""
         indices = self.indices
         if self._whole and len(indices) == len(tokens):
-            return codec.to_u32(tokens)
+            return messages.to_u32(tokens)
         if len(indices) == 1:
-            return codec.to_u32((token_ids[indices[0]],))
+            return messages.to_u32((token_ids[indices[0]],))
         if self._pick is None:
             self._pick = itemgetter(*indices)
-        return codec.to_u32(self._pick(token_ids))
+        return messages.to_u32(self._pick(token_ids))
 
 
 class BatchRouting:
@@ -352,7 +817,7 @@ class Publisher:
         self._routing.stale = True
         self._kept = RetainedSubmissions(MAX_KEPT_BYTES)
         self._step = 0
-        self._writer = codec.StepWriter()
+        self._writer = messages.StepWriter()
 
     # -- submissions and subscriptions -------------------------------------------------------------------------------
 
@@ -648,6 +1113,9 @@ class Publisher:
         subscription.log.subscriptions.remove(subscription)
 
 
+# -- the end of a choice -----------------------------------------------------------------------------------------------
+
+
 def _log_end(log: OutputLog, ended: Done) -> None:
     """Log the end of a choice, without its text. `request_id` is the front end's, which logs it too."""
     submission = log.submission
@@ -667,3 +1135,61 @@ def _log_end(log: OutputLog, ended: Done) -> None:
     if ended.reason in ("error", "abort") and isinstance(ended.detail, list):
         fields["code"] = ended.detail[0]
     logger.info("request ended", extra={"fields": fields})
+
+
+def record_choice(tracing: Tracing, model: str, log: OutputLog, row: Finished, ended: Done) -> None:
+    """Record the span of a choice that ends now. `ended`: its end as clients see it."""
+    submission, params = log.submission, log.submission.params
+    operation = "text_completion" if submission.pooling is None else "embeddings"
+    end_ns = unix_ns()
+    start_ns = end_ns - _ns(row.total_s)
+    attributes: dict[str, Any] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+        "inferengine.request_id": submission.label or submission.id.hex(),
+        "inferengine.stream": submission.id.hex(),
+        "inferengine.choice": log.choice,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.choice.count": params.n,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.usage.input_tokens": ended.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": ended.cached_tokens,
+        "gen_ai.usage.output_tokens": ended.completion_tokens,
+        "gen_ai.response.finish_reasons": [ended.reason],
+        "inferengine.preemptions": row.num_preemptions,
+        "gen_ai.latency.e2e": row.total_s,
+        **_phases(row),
+    }
+    span = tracing.begin(f"{operation} {model}", {"traceparent": submission.traceparent}, attributes, start_ns)
+    if row.queued_s is not None:
+        span.event("scheduled", start_ns + _ns(row.queued_s))
+    if row.first_token_s is not None:
+        span.event("first token", start_ns + _ns(row.first_token_s))
+    if ended.reason == "error":
+        code, message = ended.detail[:2] if isinstance(ended.detail, list) else ("engine_error", "")
+        span.set("error.type", code)
+        span.fail(message)
+    span.end(end_ns)
+
+
+def _phases(row: Finished) -> dict[str, Any]:
+    """As far as the choice has come."""
+    if row.queued_s is None:
+        return {"gen_ai.latency.time_in_queue": row.total_s}
+    phases = {
+        "gen_ai.latency.time_in_queue": row.queued_s,
+        "gen_ai.latency.time_in_model_inference": row.total_s - row.queued_s,
+    }
+    if row.first_token_s is not None:
+        phases["gen_ai.latency.time_to_first_token"] = row.first_token_s
+        phases["gen_ai.latency.time_in_model_prefill"] = row.first_token_s - row.queued_s
+        phases["gen_ai.latency.time_in_model_decode"] = row.total_s - row.first_token_s
+    return phases
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -9,10 +9,10 @@ from inferengine.engine.io.connections import AdminOp, Reply
 from inferengine.engine.io.publisher import Publisher
 from inferengine.engine.lifecycle import Lifecycle, Shutdown
 from inferengine.engine.loop import EngineRef
-from inferengine.engine.metrics.stats import StatsReporter
 from inferengine.engine.services.adapters import AdapterService
-from inferengine.engine.services.grammars import GrammarService
+from inferengine.engine.services.preparation import GrammarService
 from inferengine.engine.services.profiler import Profiler
+from inferengine.engine.stats import StatsReporter
 from inferengine.errors import InferEngineError
 from inferengine.process.system import give_back
 from inferengine.wire.messages import DRAINING, READY

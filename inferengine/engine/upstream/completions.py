@@ -14,13 +14,12 @@ from typing import Any
 
 import msgspec
 
+from inferengine.core.executor import TokenLogprobs
 from inferengine.core.sequence import Request
-from inferengine.core.step_plan import TokenLogprobs
 from inferengine.errors import KINDS, InferEngineError, InvalidRequest, bounded
 from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec
-from inferengine.text.token_bounds import BYTE_CHARACTERS
-from inferengine.text.tokenizer import Tokenizer
+from inferengine.text.tokenizer import BYTE_CHARACTERS, Tokenizer
 
 # Sampling fields beyond OpenAI's that go to an upstream as they are.
 EXTENSIONS = (

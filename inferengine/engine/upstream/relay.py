@@ -22,7 +22,7 @@ import uvloop
 
 from inferengine.config import Config
 from inferengine.core.constraints import Grammar
-from inferengine.core.executor import Capacity, KVGroup, Progress
+from inferengine.core.executor import Capacity, KVGroup, Progress, TokenLogprobs
 from inferengine.core.scheduler.queues import POLICIES
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.scheduler.scheduler_state import SchedulerSnapshot, SchedulerStats
@@ -37,7 +37,6 @@ from inferengine.core.sequence import (
     stop_reason,
     terminal_row,
 )
-from inferengine.core.step_plan import TokenLogprobs
 from inferengine.core.step_time import Roofline
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.loop import IDLE_TURN_S, LoopOutput, StepObserver
@@ -52,6 +51,8 @@ from inferengine.engine.upstream.completions import (
 )
 from inferengine.engine.upstream.servers import Server, Servers, UpstreamFailed
 from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
+from inferengine.gguf.checkpoint import config_values
+from inferengine.gguf.reader import SUFFIX
 from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec
 from inferengine.text.tokenizer import Tokenizer, read_json
@@ -72,8 +73,8 @@ class UpstreamLoop:
         self._config = config
         self._tokenizer = Tokenizer.from_files(card.files)
         self._vocab_size = max(self._tokenizer.vocab_size, _vocab_size(card))
-        self._aio = uvloop.new_event_loop()
         self._servers = Servers(config, self._tokenizer)
+        self._aio = uvloop.new_event_loop()
         self._max_num_seqs = config.engine.max_num_seqs or MAX_NUM_SEQS
         self._waiting = POLICIES[config.scheduler.policy]()
         self._sequences: dict[int, Sequence] = {}
@@ -102,7 +103,14 @@ class UpstreamLoop:
         self.implementation = "upstream"
 
     def load(self, progress: Progress) -> Capacity:
-        """Wait for an upstream. Raises InferEngineError."""
+        """Wait for an upstream. Raises InferEngineError, with everything closed."""
+        try:
+            return self._load(progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, progress: Progress) -> Capacity:
         self._aio.run_until_complete(self._servers.start(progress))
         lengths = [server.max_model_len for server in self._servers.servers if server.max_model_len is not None]
         length = self._config.model.max_model_len
@@ -125,13 +133,16 @@ class UpstreamLoop:
         self._lifecycle, self._post, self._on_turn = lifecycle, post, on_turn
 
     def run(self) -> None:
-        """Relay until stopped."""
+        """Relay until stopped. Raises what failed, with everything closed: nobody closes an engine that failed."""
         self._aio.run_until_complete(self._run())
         if self._fatal is not None:
+            self.close()
             raise self._fatal
 
     def close(self) -> None:
-        """End the connections and the process of `upstream.command`, after `run`."""
+        """End the connections and the process of `upstream.command`, after `run`. Any number of times."""
+        if self._aio.is_closed():
+            return
         self._aio.run_until_complete(self._servers.close())
         self._aio.close()
 
@@ -433,6 +444,8 @@ def _note_cached(sequence: Sequence, usage: Usage | None) -> None:
 
 def _vocab_size(card: ModelCard) -> int:
     """The vocabulary that config.json tells, padding included; 0 where it tells none."""
+    if card.folder.suffix == SUFFIX:
+        return int(config_values(card.folder)["vocab_size"])
     try:
         config = {"config.json": (card.folder / "config.json").read_bytes()}
     except OSError:

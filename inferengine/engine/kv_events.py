@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from inferengine.core.kv_cache.block_pool import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from inferengine.wire.codec import Frames, pack
+from inferengine.core.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from inferengine.wire.messages import Frames, pack
 
 REPLAY_BATCHES = 10_000
 

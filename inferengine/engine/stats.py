@@ -1,21 +1,30 @@
-"""StatsReporter: STATUS for every subscriber; statistics and configuration for operators.
+"""Statistics of the engine: STATUS for every subscriber, statistics and configuration for operators, Prometheus text.
 
 GPU utilisation and memory come from NVML, where nvidia-ml-py (the `gpu-telemetry` extra) and a driver are installed.
 They are read when somebody asks for statistics, never by the loop.
+
+MetricsServer: Prometheus text from the engine itself, for a scraper that should not depend on any front end. It has one
+thread of its own, on loopback, and two paths: /metrics and /health. It asks the I/O thread for the figures, never the
+loop.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-from inferengine.config import Config
+from inferengine.config import Config, visible_cards
+from inferengine.engine.counters import Counters
 from inferengine.engine.io.publisher import Publisher
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.loop import EngineRef
-from inferengine.engine.metrics.counters import Counters
 from inferengine.engine.model_info import ModelCard
+from inferengine.observability.prometheus import render
+from inferengine.process.listen import AddressTaken
 from inferengine.wire.messages import READY, STATES
 
 logger = logging.getLogger(__name__)
@@ -43,24 +52,27 @@ class Gpus:
     def __init__(self, nvml: Any = load_nvml) -> None:
         """`nvml`: the library, how to load it, or None for no figures."""
         self._nvml = nvml() if callable(nvml) else nvml
-        self._handles: list[Any] = []
+        self._handles: dict[str, Any] = {}
         if self._nvml is not None:
             count = self._nvml.nvmlDeviceGetCount()
-            self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+            self._handles = {str(index): self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)}
+            named = [card for card in visible_cards() if card in self._handles]
+            if named:  # NVML itself does not read CUDA_VISIBLE_DEVICES
+                self._handles = {card: self._handles[card] for card in named}
 
     def read(self) -> dict[str, dict[str, float]]:
         """By figure, then by the device's index: `utilization` [0, 1], `memory_used_bytes`, `memory_total_bytes`."""
         figures: dict[str, dict[str, float]] = {}
-        for index, handle in enumerate(self._handles):
+        for index, handle in self._handles.items():
             try:
                 busy = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
                 memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
             except Exception as error:
-                logger.warning("NVML does not answer for device %d: %s", index, error)
+                logger.warning("NVML does not answer for device %s: %s", index, error)
                 continue
             values = {"utilization": busy, "memory_used_bytes": memory.used, "memory_total_bytes": memory.total}
             for name, value in values.items():
-                figures.setdefault(name, {})[str(index)] = value
+                figures.setdefault(name, {})[index] = value
         return figures
 
 
@@ -199,3 +211,64 @@ class StatsReporter:
             }
             for section, values in self._config.resolved().items()
         }
+
+
+# -- the server for scrapers -------------------------------------------------------------------------------------------
+
+
+HOST = "127.0.0.1"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CLIENT_TIMEOUT_S = 5.0  # one scraper is served at a time
+
+
+class MetricsServer:
+    """Serves until `close`."""
+
+    def __init__(self, port: int, read: Callable[[], dict[str, Any] | None]) -> None:
+        """`read` gives the statistics, or None when the engine does not answer. Raises AddressTaken."""
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = CLIENT_TIMEOUT_S
+            server_version = "inferengine"
+            sys_version = ""
+
+            def do_GET(self) -> None:
+                path = self.path.partition("?")[0]
+                if path not in ("/metrics", "/health"):
+                    self._answer(404, b"there are /metrics and /health\n", "text/plain")
+                    return
+                stats = read()
+                if stats is None:
+                    self._answer(503, b"the engine does not answer\n", "text/plain")
+                elif path == "/health":
+                    self._answer(200, f"{stats['state']}\n".encode(), "text/plain")
+                else:
+                    self._answer(200, render([stats]), CONTENT_TYPE)
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                logger.debug(format, *arguments)
+
+            def _answer(self, status: int, body: bytes, kind: str) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        try:
+            self._server = HTTPServer((HOST, port), Handler)
+        except OSError as error:
+            message = f"engine.metrics_port {port} on {HOST} cannot be bound ({error.strerror}): choose another"
+            raise AddressTaken(message) from None
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="inferengine-metrics", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(CLIENT_TIMEOUT_S)
