@@ -20,6 +20,7 @@ MAX_LINE_BYTES = 64 * 1024
 LEAVE_S = 0.5  # for a child that has given up to exit by itself: a call into a device may keep it
 FIRST_INHERITED_DESCRIPTOR = 3
 PR_SET_PDEATHSIG = 1
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that a supervisor sends to its children
 
 
 class ChildSpec(NamedTuple):
@@ -69,13 +70,21 @@ class Child:
         if self.spec.watchdog_s:
             environment["WATCHDOG_USEC"] = str(int(self.spec.watchdog_s * 1e6))
         tie_to_parent = _parent_death_signal()
+        # Until exec the child has this process's handlers and its wake-up descriptor. A signal to the child would be
+        # read here, as one to the supervisor, and the child would never know of it: so it waits until they are gone.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         pid = os.fork()
         if pid:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return pid
         try:  # the child: nothing but system calls until exec
             os.setpgid(0, 0)  # a terminal's Ctrl-C is for the supervisor alone, which passes it on
-            tie_to_parent()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it handles that itself
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            tie_to_parent()
             if os.getppid() != parent:
                 os._exit(1)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -28,6 +28,7 @@ FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 10.0
 DRAIN_GRACE_S = 10.0  # on top of engine.drain_timeout_s, before SIGKILL: time for the last messages
 ABORT_S = 3.0
+LOST_RETRY_S = 60.0  # between tries of an engine that fails while others serve
 RETRY_S = 0.2  # while output waits for its reader
 STALLS_FORGOTTEN_S = 120.0  # after a run this long, stalls are counted from zero
 STALLS = (ExitCode.STALLED, ExitCode.FROZEN)
@@ -112,11 +113,14 @@ def describe_exit(code: int) -> str:
 
 
 class Supervisor:
-    """Runs `engine` and `front_ends` until a signal or a child that cannot be kept running."""
+    """Runs `engines` and `front_ends` until a signal or a child that cannot be kept running.
+
+    The end of one of several engines is no end of the service: one that an operator drained stays away, and one that
+    has served and fails again and again is tried from time to time, as long as another engine is ready."""
 
     def __init__(
         self,
-        engine: ChildSpec,
+        engines: Sequence[ChildSpec],
         front_ends: Sequence[ChildSpec],
         folder: Path,
         view: View,
@@ -127,8 +131,8 @@ class Supervisor:
     ) -> None:
         """`when_ready` gets the seconds until every child was ready. `hangup_stops`: stop at SIGHUP, which says that
         the terminal was closed; else it is passed on to the children, which reload what they can."""
-        self._engine = engine
-        self._specs = {spec.name: spec for spec in (engine, *front_ends)}
+        self._engines = {spec.name for spec in engines}
+        self._specs = {spec.name: spec for spec in (*engines, *front_ends)}
         self._folder = folder
         self._view = view
         self._drain_timeout_s = drain_timeout_s
@@ -275,14 +279,20 @@ class Supervisor:
     def _on_exit(self, name: str, code: int, lifetime_s: float) -> None:
         if self._stopping:
             terminated = code == 128 + signal.SIGTERM  # before it handled the signal: a clean end, for systemd too
-            if name == self._engine.name and self._exit_code == ExitCode.OK and not terminated:
+            if name in self._engines and self._exit_code == ExitCode.OK and not terminated:
                 self._exit_code = code
             return
-        if name == self._engine.name and code == ExitCode.OK:
-            self._view.notice("the engine was drained by an operator: stopping the front ends")
-            self._stop()
+        if name in self._engines and code == ExitCode.OK:
+            self._on_drained(name)
             return
         decision = self._policies[name].after_exit(code, lifetime_s)
+        if decision.delay_s is None and self._others_serve(name):
+            self._view.notice(
+                f"{name} ended with {describe_exit(code)}: {decision.reason}; the other engines go on, another try in "
+                f"{LOST_RETRY_S:g} s"
+            )
+            self._restarts[name] = time.monotonic() + LOST_RETRY_S
+            return
         if decision.delay_s is None:
             self._view.notice(f"{name} ended with {describe_exit(code)} and is not started again: {decision.reason}")
             self._exit_code = decision.code or ExitCode.CRASH
@@ -291,6 +301,19 @@ class Supervisor:
         when = f"in {decision.delay_s:g} s" if decision.delay_s else "now"
         self._view.notice(f"{name} ended with {describe_exit(code)}; starting it again {when}")
         self._restarts[name] = time.monotonic() + decision.delay_s
+
+    def _on_drained(self, name: str) -> None:
+        if any(other in self._children or other in self._restarts for other in self._engines):
+            self._view.notice(f"{name} was drained by an operator: the other engines go on")
+            return
+        self._view.notice("the engine was drained by an operator: stopping the front ends")
+        self._stop()
+
+    def _others_serve(self, name: str) -> bool:
+        """Whether this is an engine that has served, and another one serves now."""
+        if name not in self._engines or not self._policies[name].has_served:
+            return False
+        return any(child.ready for other, child in self._children.items() if other in self._engines)
 
     def _stop(self) -> None:
         self._stopping = True

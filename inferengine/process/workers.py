@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from inferengine.errors import ExitCode
 from inferengine.process import stdio
 from inferengine.process.reload import Reload
-from inferengine.process.sd_notify import Notifier, Watchdog
+from inferengine.process.system import Notifier, Watchdog
 
 logger = logging.getLogger(__name__)
 

@@ -86,7 +86,7 @@ def supervise(folder: Path, engine_body: str | None, *, hangup_stops: bool, then
 
     engine = steady("engine", folder) if engine_body is None else service("engine", engine_body, folder)
     supervisor = Supervisor(
-        engine, [steady("http", folder)], folder, view, drain_timeout_s=20.0, when_ready=when_ready,
+        [engine], [steady("http", folder)], folder, view, drain_timeout_s=20.0, when_ready=when_ready,
         hangup_stops=hangup_stops,
     )  # fmt: skip
     return supervisor.run(), view

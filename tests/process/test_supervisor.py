@@ -37,7 +37,7 @@ class Outcome:
 
 
 def supervise(
-    engine: ChildSpec,
+    engine: ChildSpec | Sequence[ChildSpec],
     front_ends: Sequence[ChildSpec],
     folder: Path,
     *,
@@ -45,10 +45,11 @@ def supervise(
     drain_timeout_s: float = 30.0,
 ) -> Outcome:
     """Run a supervisor in this thread while another waits for each condition of `steps` and then does its action."""
+    engines = [engine] if isinstance(engine, ChildSpec) else engine
     view = RecordingView()
     ready: list[float] = []
     supervisor = Supervisor(
-        engine, front_ends, folder, view, drain_timeout_s=drain_timeout_s, when_ready=lambda s: ready.append(s)
+        engines, front_ends, folder, view, drain_timeout_s=drain_timeout_s, when_ready=lambda s: ready.append(s)
     )
     failures: list[str] = []
 
@@ -237,6 +238,38 @@ time.sleep(0.2)
     assert "http stopped" in notes(tmp_path)
 
 
+def test_the_end_of_one_of_several_engines_is_not_the_end_of_the_service(tmp_path: Path) -> None:
+    """One is drained and stays away. One that has served and cannot be started any more is left for a later try."""
+    other = steady("engine-0", tmp_path)
+    drained = service("engine-1", 'notify("READY=1")\nnote("drained")', tmp_path)
+    told = ("engine-1 was drained by an operator: the other engines go on", "the other engines go on, another try")
+    ready = tmp_path / "others"
+    broken = f"""
+notify("READY=1")
+while not os.path.exists({str(ready)!r}):
+    time.sleep(0.01)
+sys.exit({ExitCode.USAGE})
+"""
+    outcome = supervise(
+        [other, drained, service("engine-2", broken, tmp_path)],
+        [steady("http", tmp_path)],
+        tmp_path,
+        steps=[
+            (noted(tmp_path, "engine-0 started", "http started", "drained"), ready.touch),
+            (lambda view: all(any(text in notice for notice in view.notices) for text in told), send(15)),
+        ],
+    )
+    assert outcome.code == ExitCode.OK
+    assert notes(tmp_path).count("drained") == 1
+    assert {"engine-0 stopped", "http stopped"} <= set(notes(tmp_path))
+
+
+def test_an_engine_that_never_served_ends_the_start_of_all(tmp_path: Path) -> None:
+    broken = service("engine-1", "sys.exit(3)", tmp_path)
+    outcome = supervise([steady("engine-0", tmp_path), broken], [], tmp_path)
+    assert outcome.code == ExitCode.MODEL
+
+
 def test_a_second_signal_ends_a_drain_that_hangs(tmp_path: Path) -> None:
     body = """
 signal.signal(signal.SIGTERM, lambda *_: note("told"))
@@ -301,6 +334,40 @@ while True:
     )
     assert "engine has given up and does not end: killing it" in outcome.view.notices
     assert outcome.code == ExitCode.OK
+
+
+def test_a_signal_to_a_child_that_has_not_begun_its_program_ends_it_and_reaches_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between fork and exec the child would run the supervisor's handler, which tells the supervisor."""
+    reader, writer = socket.socketpair()
+    forked, seen = os.pipe()
+
+    def stay_before_exec() -> None:
+        os.write(seen, b"x")
+        time.sleep(30)
+
+    monkeypatch.setattr("inferengine.process.child._parent_death_signal", lambda: stay_before_exec)
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        previous_descriptor = signal.set_wakeup_fd(writer.fileno())
+        previous = signal.signal(signal.SIGTERM, lambda *_: None)
+        try:
+            child = Child(service("engine", "note('began')", tmp_path), tmp_path, 0.0)
+            assert os.read(forked, 1) == b"x"
+            child.kill(signal.SIGTERM)
+            _, status = os.waitpid(child.pid, 0)
+            child.close()
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+            signal.set_wakeup_fd(previous_descriptor)
+        os.close(forked)
+        os.close(seen)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+        with pytest.raises(BlockingIOError):
+            reader.recv(1)
+    assert notes(tmp_path) == []
 
 
 def test_time_in_which_the_supervisor_was_stopped_does_not_count_for_the_watchdog(tmp_path: Path) -> None:
