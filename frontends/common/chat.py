@@ -26,8 +26,19 @@ from inferengine.structured_output.spec import GrammarSpec, validate_grammar
 from inferengine.text import check_messages
 from inferengine.text.chat_template import RESERVED as TEMPLATE_NAMES
 from inferengine.text.chat_template import with_tools
-from inferengine.text.output_parser import REASONING, MessageReader, ReasoningFormat, ReasoningReader, reasoning_format
-from inferengine.text.tool_parsers import FORMATS, Function, ToolFormat, calls_grammar, detect, strings_of
+from inferengine.text.output_parser import (
+    FORMATS,
+    REASONING,
+    Function,
+    MessageReader,
+    ReasoningFormat,
+    ReasoningReader,
+    ToolFormat,
+    calls_grammar,
+    detect,
+    reasoning_format,
+    strings_of,
+)
 from inferengine.text.tool_parsers.base import CallDelta
 from inferengine.text.tool_parsers.custom import as_function
 

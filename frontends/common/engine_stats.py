@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
@@ -17,10 +18,26 @@ from inferengine.client import AsyncClient, EnginePool
 from inferengine.errors import InferEngineError
 from inferengine.observability.prometheus import render
 from inferengine.process.workers import WorkerCells
+from inferengine.wire.messages import READY
 
-__all__ = ["CONTENT_TYPE", "engine_figures", "metrics_text", "stats_document"]
+__all__ = ["CONTENT_TYPE", "engine_figures", "metrics_text", "stats_document", "together"]
 
 ENGINE_ANSWER_S = 2.0  # after this the last STATUS of an engine is shown
+# Keys of the statistics that are not added up over several engines; a section's rule holds for all below it.
+OF_THE_FIRST = {
+    *("engine", "epoch", "model", "progress", "config", "buckets", "page_size", "policy", "method", "sleep_state"),
+    *("peak_bytes_per_s", "peak_operations_per_s", "peak_source", "last_error"),
+}
+HIGHEST = {"percentiles", "startup_seconds", "loop_age_ms", "uptime_s", "max_batch_observed", "gpu"}
+MEANS = {  # and what beside them weighs them; empty: nothing
+    "kv_usage": "",
+    "utilization": "",
+    "roofline_share": "",
+    "internal_fragmentation": "used_pages",
+    "acceptance_rate": "drafted",
+    "mean_accepted_length": "verified",
+    "average_batch_size": "decode_steps",
+}
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0)
 NUM_CELLS = len(BUCKETS_S) + 2  # of ResumeCells: buckets, +Inf, sum
 
@@ -31,14 +48,57 @@ async def engine_figures(engines: EnginePool) -> list[dict[str, Any]]:
 
 
 async def stats_document(engines: EnginePool) -> dict[str, Any]:
-    """Return the content of /stats: the statistics of the first connected engine and, with several engines, those of
-    each under `engines`."""
+    """Return the content of /stats: the engine's statistics. With several engines: those of all `together`, and those
+    of each under `engines`."""
     figures = await engine_figures(engines)
-    connected = [one for one in figures if one["running"]] or figures
-    document = dict(connected[0])
-    if len(figures) > 1:
-        document["engines"] = dict(zip([client.address for client in engines.clients], figures, strict=True))
+    if len(figures) == 1:
+        return figures[0]
+    document = together([one for one in figures if one["running"]] or figures)
+    document["engines"] = dict(zip([client.address for client in engines.clients], figures, strict=True))
     return document
+
+
+def together(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the statistics of several engines into one map of the same shape.
+
+    Counts are added, shares and means averaged; of percentiles, durations of the start and figures of a card the
+    highest is taken. Names and settings are the first engine's; `state` is READY where any engine is."""
+    merged = _merge_maps(figures)
+    if READY in (one.get("state") for one in figures):
+        merged["state"] = READY
+    return merged
+
+
+def _merge_maps(maps: Sequence[Mapping[str, Any]], rule: Callable[[list[Any]], Any] | None = None) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for name in dict.fromkeys(name for one in maps for name in one):
+        having = [one for one in maps if name in one]
+        values = [one[name] for one in having]
+        if name in OF_THE_FIRST:
+            merged[name] = values[0]
+        elif name in MEANS:
+            merged[name] = _merge(values, partial(_mean, weights=[one.get(MEANS[name], 1) for one in having]))
+        else:
+            merged[name] = _merge(values, max if name in HIGHEST else rule)
+    return merged
+
+
+def _merge(values: list[Any], rule: Callable[[list[Any]], Any] | None) -> Any:
+    first = values[0]
+    if all(isinstance(value, Mapping) for value in values):
+        return _merge_maps(values, rule)
+    if all(isinstance(value, list) and len(value) == len(first) for value in values):
+        return [_merge(list(column), rule) for column in zip(*values, strict=True)]
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return (rule or sum)(values)
+    return first
+
+
+def _mean(values: list[float], weights: list[float]) -> float:
+    """The weighted mean; unweighted where a map of them lacks some, or all weights are 0."""
+    if len(values) != len(weights) or not sum(weights):
+        return sum(values) / len(values)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
 async def metrics_text(engines: EnginePool, *collectors: Collector) -> bytes:

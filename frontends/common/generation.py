@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from inferengine.client import Delta, Finish, Submission, TokenLogprobs
-from inferengine.client.output import error_of
+from inferengine.client.requests import error_of
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec

@@ -3,7 +3,7 @@
 A front end has no model files of its own. It fetches them once, and again when an engine announces another fingerprint.
 
 Short texts are tokenized on the event loop. Long ones are tokenized in a thread, piece by piece
-(`inferengine.text.token_bounds`), one piece at a time over all texts: so memory is that of one piece, and a short
+(`inferengine.text.tokenizer`), one piece at a time over all texts: so memory is that of one piece, and a short
 prompt never waits for a long one. A text that cannot fit is refused by its length, or as soon as there are too many
 tokens.
 """
@@ -21,8 +21,7 @@ from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.process.system import give_back
 from inferengine.text import ChatTemplate, Tokenizer
-from inferengine.text.token_bounds import PIECE_CHARACTERS
-from inferengine.text.tokenizer import read_json
+from inferengine.text.tokenizer import PIECE_CHARACTERS, read_json
 
 # Up to this many characters are tokenized on the event loop, in well under a millisecond, less than a thread costs.
 SHORT_TEXT_CHARACTERS = 2000

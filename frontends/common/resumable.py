@@ -24,12 +24,11 @@ from typing import Any, NamedTuple, Protocol
 
 import msgpack
 
-from frontends.common.event_loop import Coalescer
+from frontends.common.server import Coalescer
 from inferengine.client import Delta, Finish, TokenLogprobs
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
-from inferengine.wire.codec import MAX_NOTE_BYTES
-from inferengine.wire.messages import Accept
+from inferengine.wire.messages import MAX_NOTE_BYTES, Accept
 
 
 class TokenStream(Protocol):

@@ -18,9 +18,8 @@ from frontends.common.chat import read_chat_prompt
 from frontends.common.errors import anthropic_error, rename_field, sentence
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage, draft_token_counts
 from frontends.common.json import event, read_fields, read_flag
-from frontends.http.bodies import MessagesFields, MessagesPromptFields, read_json
-from frontends.http.openai.chat import ChatRequest, read_chat
-from frontends.http.openai.request_fields import SAMPLING, check_model
+from frontends.http.bodies import SAMPLING, MessagesFields, MessagesPromptFields, check_model, read_json
+from frontends.http.openai.completions import ChatRequest, read_chat
 from frontends.http.respond import JsonBytes, answer
 from frontends.http.routes.tokenize import MAX_TOKENS
 from frontends.http.state import HttpState

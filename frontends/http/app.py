@@ -17,29 +17,25 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from frontends.common.auth import KeyRing, read_keys
+from frontends.common.auth import AllowedHosts, HostMiddleware, KeyRing, Quotas, public_ports, read_keys, read_names
 from frontends.common.errors import error_object, report, retry_after, unexpected
-from frontends.common.hosts import AllowedHosts, HostMiddleware, public_ports, read_names
-from frontends.common.quotas import Quotas
 from frontends.http import ollama
 from frontends.http.anthropic import count_tokens, messages
-from frontends.http.batches import batch_routes
-from frontends.http.metrics import HttpMetrics
 from frontends.http.middleware import AliasMiddleware, AuthMiddleware, DialectMiddleware, RequestMiddleware
-from frontends.http.openai import conversations, responses, stored_chat
-from frontends.http.openai.chat import chat_completions
-from frontends.http.openai.completions import completions
+from frontends.http.openai import batch_routes, conversations, responses, stored_chat
+from frontends.http.openai.completions import chat_completions, completions
 from frontends.http.openai.embeddings import embeddings
 from frontends.http.openapi import openapi
 from frontends.http.respond import JsonBytes
-from frontends.http.routes import admin, api_pages, health, rerank
+from frontends.http.routes import admin, health, pages, rerank
 from frontends.http.routes.generate import generate, generate_text, infer
-from frontends.http.routes.index import index
+from frontends.http.routes.pages import index
 from frontends.http.routes.resume import cancel_stream, read_stream
 from frontends.http.routes.tokenize import detokenize, tokenize
 from frontends.http.state import HttpState
+from frontends.http.telemetry import HttpMetrics
 from inferengine.client import EnginePool
-from inferengine.config import Config, HttpConfig, engine_addresses
+from inferengine.config import Config, HttpConfig, engine_addresses, load_balancing
 from inferengine.errors import InferEngineError
 from inferengine.observability.tracing import Tracing, make_tracing
 from inferengine.wire.curve import client_keys
@@ -92,9 +88,9 @@ ROUTES = (
     Route("/ping", health.ping, methods=["GET", "POST"]),
     Route("/version", health.version),
     Route("/openapi.json", openapi),
-    Route("/docs", api_pages.swagger, include_in_schema=False),
-    Route("/redoc", api_pages.redoc, include_in_schema=False),
-    Route("/docs/{file}", api_pages.file, include_in_schema=False),
+    Route("/docs", pages.swagger, include_in_schema=False),
+    Route("/redoc", pages.redoc, include_in_schema=False),
+    Route("/docs/{file}", pages.file, include_in_schema=False),
     Route("/load", health.load),
     Route("/stats", health.stats),
     Route("/metrics", health.metrics),
@@ -125,7 +121,7 @@ def make_service(
     engines = EnginePool(
         engine_addresses(config),
         role="http",
-        policy=config.wire.load_balancing,
+        policy=load_balancing(config),
         curve=client_keys(config),
         resume_wait_s=config.wire.resume_wait_s,
         discovery_s=config.wire.discovery_s,

@@ -18,13 +18,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from frontends.common.auth import ANYBODY, ApiKey, KeyRing
+from frontends.common.auth import ANYBODY, ApiKey, KeyRing, Quotas
 from frontends.common.errors import dialect_of, error_body, in_dialect, retry_after
 from frontends.common.json import LARGE
-from frontends.common.quotas import Quotas
-from frontends.http.metrics import OTHER, HttpMetrics
-from frontends.http.routes.api_pages import PREFIX
-from frontends.http.spans import begin_request, end_request
+from frontends.http.routes.pages import PREFIX
+from frontends.http.telemetry import OTHER, HttpMetrics, begin_request, end_request
 from inferengine.errors import InferEngineError
 from inferengine.observability.tracing import Tracing
 

@@ -34,16 +34,13 @@ from frontends.common.generation import Choice, Generation, Options, Output, Pie
 from frontends.common.json import dumps, quote, read_fields, read_token_ids
 from frontends.common.model import ServedModel
 from frontends.http.anthropic import tool_input
-from frontends.http.bodies import read_json
-from frontends.http.openai.chat import read_chat
-from frontends.http.openai.completions import prompt_names
+from frontends.http.bodies import SAMPLING, read_json, read_options, read_params
+from frontends.http.openai.completions import as_chat, prompt_names, read_chat
 from frontends.http.openai.embeddings import embedding_inputs
-from frontends.http.openai.format import as_chat
-from frontends.http.openai.request_fields import SAMPLING, read_options, read_params
 from frontends.http.respond import EventStream, JsonBytes
 from frontends.http.routes.tokenize import MAX_TOKENS
-from frontends.http.spans import describe, describe_embeddings
 from frontends.http.state import HttpState
+from frontends.http.telemetry import describe, describe_embeddings
 from inferengine import __version__
 from inferengine.client import Embedding, Finish
 from inferengine.config import Config

@@ -20,15 +20,12 @@ from pathlib import Path
 import uvicorn
 from sse_starlette.sse import AppStatus
 
-from frontends.common.auth import KeyRing, check_protection, read_keys, tls_files
-from frontends.common.connection_limits import ConnectionLimits, raise_file_limit
-from frontends.common.hosts import read_names
-from frontends.common.quotas import Quotas
-from frontends.common.server import Server
+from frontends.common.auth import KeyRing, Quotas, check_protection, read_keys, read_names, tls_files
+from frontends.common.server import ConnectionLimits, Server, raise_file_limit
 from frontends.http.app import make_app, make_metrics, make_quotas, make_service
-from frontends.http.metrics import HttpMetrics
 from frontends.http.openai.response_store import make_database, remove_database
 from frontends.http.state import HttpState
+from frontends.http.telemetry import HttpMetrics
 from inferengine.config import Config, HttpConfig
 from inferengine.errors import ExitCode
 from inferengine.observability.logging import configure

@@ -28,19 +28,38 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from frontends.common.errors import report, unexpected
-from frontends.common.event_loop import Coalescer
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage
 from frontends.common.json import dumps, quote
+from frontends.common.server import Coalescer
 from frontends.http.detached import StreamReader, StreamState
-from frontends.http.openai.format import Format
-from frontends.http.spans import describe
 from frontends.http.state import HttpState, RunningCall
+from frontends.http.telemetry import describe
 from inferengine.client import Stream
 from inferengine.errors import InferEngineError
 
 logger = logging.getLogger(__name__)
 
 SMALL_VALUES = 2000  # of log-probabilities, written down in a millisecond or two
+
+
+class Format(Protocol):
+    """How a route writes a generation: as a stream of events, or as one document."""
+
+    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+        """The events of these pieces, one for each that has something to say."""
+
+    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        """What stands before and after a text in the event of one piece, once pieces that do not end the choice differ
+        in nothing else; None where they do."""
+
+    def end(self, generation: Generation) -> bytes:
+        """What follows the last piece of the last choice."""
+
+    def failure(self, error: InferEngineError) -> bytes:
+        """What ends a stream that cannot go on."""
+
+    def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """The whole answer in one."""
 
 
 class JsonBytes(Response):

@@ -13,19 +13,17 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.types import Receive
 
-from frontends.common.auth import ANYBODY, ApiKey, KeyRing
-from frontends.common.event_loop import AdmissionThrottle, Coalescer
+from frontends.common.auth import ANYBODY, ApiKey, KeyRing, Quotas
 from frontends.common.generation import Submitter
 from frontends.common.json import OffLoop, read_flag
 from frontends.common.model import ModelContext, ServedModel
-from frontends.common.quotas import Quotas
 from frontends.common.resumable import Registry, RequestMetadata
-from frontends.http.batches.batch_runner import BatchRunner
-from frontends.http.batches.batch_store import BatchStore, store_folder, store_limits
+from frontends.common.server import AdmissionThrottle, Coalescer
 from frontends.http.detached import LogSubmitter, StreamState, new_stream
-from frontends.http.metrics import HttpMetrics
+from frontends.http.openai.batch_runner import BatchRunner
+from frontends.http.openai.batch_store import BatchStore, store_folder, store_limits
 from frontends.http.openai.response_store import ResponseStore
-from frontends.http.spans import TracedSubmitter
+from frontends.http.telemetry import HttpMetrics, TracedSubmitter
 from inferengine.client import EnginePool, Submission
 from inferengine.config import Config
 from inferengine.errors import InferEngineError

@@ -1,35 +1,39 @@
-"""The ASGI application: the socket at /v1/ws, the chat page at /, and /health, /ready, /stats and /metrics."""
+"""The ASGI application: the socket at /v1/ws, the chat page at /, and /health, /ready, /stats and /metrics.
+
+The chat page's files are served from memory, with headers that forbid everything else. The content security policy
+allows this server's own scripts, styles, fonts and socket: no inline script or style, no other host, no frame around
+the page. Only DOMPurify may turn text into HTML (trusted types).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
+import hashlib
 import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 
-from frontends.common.auth import KeyRing, read_keys
+from frontends.common.auth import AllowedHosts, HostMiddleware, KeyRing, Quotas, public_ports, read_keys, read_names
 from frontends.common.engine_stats import CONTENT_TYPE, metrics_text, stats_document
 from frontends.common.errors import error_object
-from frontends.common.hosts import AllowedHosts, HostMiddleware, public_ports, read_names
 from frontends.common.model import ModelContext
-from frontends.common.quotas import Quotas
 from frontends.common.resumable import Registry
+from frontends.websocket.connection import SOCKET_PATH, SocketEndpoint, SocketMetrics, presented_key, read_origins
 from frontends.websocket.engine_state import EngineState
-from frontends.websocket.handshake import SOCKET_PATH, SocketEndpoint, presented_key, read_origins
-from frontends.websocket.metrics import SocketMetrics
 from frontends.websocket.socket_request import Services
-from frontends.websocket.static_files import StaticFiles
 from inferengine.client import EnginePool
-from inferengine.config import Config, engine_addresses
+from inferengine.config import Config, engine_addresses, load_balancing
 from inferengine.errors import InferEngineError
 from inferengine.observability.tracing import Tracing, make_tracing
 from inferengine.wire.curve import client_keys
@@ -78,7 +82,7 @@ class WebsocketFrontEnd:
         self._engine = EnginePool(
             list(addresses) or engine_addresses(config),
             role="ws",
-            policy=config.wire.load_balancing,
+            policy=load_balancing(config),
             curve=client_keys(config),
             resume_wait_s=config.wire.resume_wait_s,
             discovery_s=config.wire.discovery_s,
@@ -200,3 +204,66 @@ class WebsocketFrontEnd:
         state = self.engine_state.describe()
         for connection in self._socket.connections:
             connection.update_state(state)
+
+
+# -- the chat page -----------------------------------------------------------------------------------------------------
+
+
+FOLDER = Path(__file__).parent / "static"
+CLIENT = tuple(Path(__file__).parent / "client" / name for name in ("client.js", "client.d.ts"))  # of the npm package
+INDEX = "index.html"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".ts": "text/plain; charset=utf-8",
+    ".txt": "text/plain; charset=utf-8",
+    ".woff2": "font/woff2",
+}
+SECURITY_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}
+
+
+class _File(NamedTuple):
+    content: bytes
+    zipped: bytes | None  # None where gzip makes it no smaller: fonts
+    media_type: str
+    etag: str
+
+
+class StaticFiles:
+    """Serves GET / and GET /<path>. Browsers revalidate each time and get a 304 for a current copy."""
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        paths = [path for path in sorted(folder.rglob("*")) if path.suffix in _TYPES]
+        self._files = {path.relative_to(folder).as_posix(): _read(path) for path in paths}
+        self._files |= {path.name: _read(path) for path in CLIENT}
+
+    async def serve(self, request: Request) -> Response:
+        """Serve one file by its path in the folder; nothing is looked up on disk."""
+        file = self._files.get(request.path_params.get("path") or INDEX)
+        if file is None:
+            return PlainTextResponse("There is no such page.", 404, headers=SECURITY_HEADERS)
+        headers = {**SECURITY_HEADERS, "cache-control": "no-cache", "etag": file.etag, "vary": "accept-encoding"}
+        if file.etag in [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]:
+            return Response(status_code=304, headers=headers)
+        content = file.content
+        if file.zipped is not None and "gzip" in request.headers.get("accept-encoding", ""):
+            content, headers["content-encoding"] = file.zipped, "gzip"
+        return Response(content, media_type=file.media_type, headers=headers)
+
+
+def _read(path: Path) -> _File:
+    content = path.read_bytes()
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    zipped = gzip.compress(content, mtime=0)
+    return _File(content, zipped if len(zipped) < len(content) else None, _TYPES[path.suffix], etag)

@@ -1,16 +1,54 @@
-"""One socket: reads its frames, runs its requests concurrently, and ends everything it started when it closes."""
+"""One socket: the handshake, which decides who may open it; then its frames, read one after the other, and its
+requests, run concurrently. Everything it started ends when it closes.
+
+Programs send the API key in a header. Browsers cannot, and send it as a subprotocol: a page offers
+`inferengine.v1.json` and `inferengine.key.<KEY>`, and the answer names the first only. Keys consist of the characters
+of a token (RFC 6455). A subprotocol appears in no log and no address bar, unlike a query.
+
+Browsers let any page of any site open a socket, and name the page's site in `Origin`. A page is accepted when this
+server served it (same host and port) under a name that nobody else's DNS can point to this machine: an IP address,
+localhost, or a name that ws.allowed_hosts lists. Every other origin must be listed in ws.origins. Programs send no
+Origin, and are accepted.
+
+The metrics of sockets have vLLM's names.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
+import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+import re
+import time
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.datastructures import Address, Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from frontends.common.auth import KeyRing, Quotas, is_named, read_names
+from frontends.common.engine_stats import NUM_CELLS, ResumeCells
 from frontends.common.errors import report, scrubbed, unexpected
 from frontends.common.json import LARGE, refuse_half_pairs
-from frontends.websocket.codec import FRAMES, Codec
+from frontends.common.server import RefusalMetrics
+from frontends.websocket.channel import (
+    FRAMES,
+    JSON_SUBPROTOCOL,
+    MSGPACK_SUBPROTOCOL,
+    Codec,
+    SendChannel,
+    SocketGone,
+    choose_codec,
+)
 from frontends.websocket.engine_state import EngineState
 from frontends.websocket.frames import (
     PROTOCOL,
@@ -25,14 +63,12 @@ from frontends.websocket.frames import (
     id_of,
     read_frame,
 )
-from frontends.websocket.send_channel import SendChannel, SocketGone
 from frontends.websocket.socket_request import Caller, Services, SocketRequest
 from inferengine.errors import InferEngineError
+from inferengine.process.workers import WorkerCells
 
 logger = logging.getLogger(__name__)
 
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 CLOSE_STALLED = 1008
 PROTOCOL_REMEDY = "Send frames as docs/websocket.md says."
@@ -222,3 +258,194 @@ def error_frame(error: InferEngineError) -> dict[str, Any]:
         "retry_after_s": error.retry_after_s,
         "remedy": PROTOCOL_REMEDY if error.code == "protocol_error" else scrubbed(error.kind.remedy),
     }
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+BUCKETS_S = (0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0)
+_OPEN, _OPENED, _REFUSED, _SECONDS, _FIRST_BUCKET = range(5)
+_NUM_BUCKETS = len(BUCKETS_S) + 1
+
+
+class SocketMetrics(Collector):
+    """Counts sockets. Each worker writes its own cells on its event loop; `collect` sums over all workers."""
+
+    def __init__(self, num_workers: int = 1) -> None:
+        self.refusals = RefusalMetrics("inferengine_websocket", num_workers)
+        self.cells = WorkerCells(_FIRST_BUCKET + _NUM_BUCKETS + NUM_CELLS, num_workers)
+        self.resumed = ResumeCells(self.cells, _FIRST_BUCKET + _NUM_BUCKETS)
+
+    def choose_worker(self, worker: int) -> None:
+        """Count as this worker from now on, after the fork. A restarted worker continues the counters of the one before
+        it; open sockets start at 0, because they died with that worker."""
+        self.cells.choose_worker(worker)
+        self.refusals.choose_worker(worker)
+        self.cells.own[_OPEN] = 0.0
+
+    @property
+    def num_open(self) -> int:
+        """Open sockets of all workers."""
+        return int(self.cells.total(_OPEN))
+
+    def refused(self) -> None:
+        """Count a socket that was not accepted."""
+        self.cells.own[_REFUSED] += 1
+
+    def opened(self) -> float:
+        """Count an accepted socket. Pass the returned time to `closed`."""
+        self.cells.own[_OPEN] += 1
+        self.cells.own[_OPENED] += 1
+        return time.monotonic()
+
+    def closed(self, opened_s: float) -> None:
+        """Count the end of a socket, with its duration since `opened_s`."""
+        own, seconds = self.cells.own, time.monotonic() - opened_s
+        own[_OPEN] -= 1
+        own[_FIRST_BUCKET + bisect.bisect_left(BUCKETS_S, seconds)] += 1
+        own[_SECONDS] += seconds
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the sums over all workers, for prometheus-client."""
+        total = [self.cells.total(place) for place in range(self.cells.num_cells)]
+        yield GaugeMetricFamily("vllm:websocket_connections_active", "Sockets that are open.", value=total[_OPEN])
+        yield CounterMetricFamily("vllm:websocket_connections", "Sockets opened.", value=total[_OPENED])
+        yield CounterMetricFamily("inferengine_websocket_refused", "Sockets refused.", value=total[_REFUSED])
+        yield from self.refusals.collect()
+        running, buckets = 0.0, []
+        for bound, count in zip((*BUCKETS_S, "+Inf"), total[_FIRST_BUCKET : _FIRST_BUCKET + _NUM_BUCKETS], strict=True):
+            running += count
+            buckets.append((str(bound), running))
+        text = "From a socket's opening to its end."
+        yield HistogramMetricFamily(
+            "vllm:websocket_connection_duration_seconds", text, buckets=buckets, sum_value=total[_SECONDS]
+        )
+        yield from self.resumed.collect()
+
+
+# -- handshake ---------------------------------------------------------------------------------------------------------
+
+
+SOCKET_PATH = "/v1/ws"
+KEY_SUBPROTOCOL = "inferengine.key."
+ANY = "*"
+_ORIGIN = re.compile(r"https?://[\w.:\[\]-]+", re.ASCII)
+
+
+class SocketEndpoint:
+    """The ASGI endpoint of the socket: checks the handshake, then runs a SocketConnection until it closes."""
+
+    def __init__(
+        self, services: Services, engine_state: EngineState, keys: KeyRing, quotas: Quotas, metrics: SocketMetrics
+    ) -> None:
+        config = services.config
+        self.connections: set[SocketConnection] = set()
+        self._services = services
+        self._engine_state = engine_state
+        self._keys, self._quotas, self._metrics = keys, quotas, metrics
+        self._max_sockets = config.ws.max_sockets
+        self._origins = read_origins(config.ws.origins)
+        self._host_names = read_names("ws", config.ws.allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one socket."""
+        websocket = WebSocket(scope, receive, send)
+        checked = self._check(websocket.headers, scope["subprotocols"], websocket.client)
+        if isinstance(checked, Response):
+            await websocket.send_denial_response(checked)
+            return
+        codec, caller = checked
+        await websocket.accept(subprotocol=codec.subprotocol if scope["subprotocols"] else None)
+        # The server's own channels: Starlette's would check every message.
+        connection = SocketConnection(receive, send, codec, self._services, self._engine_state, caller)
+        self.connections.add(connection)
+        opened_s = self._metrics.opened()
+        try:
+            await connection.run()
+        finally:
+            self.connections.discard(connection)
+            self._metrics.closed(opened_s)
+
+    async def explain(self, request: Request) -> Response:
+        """Answer a POST to the socket's path with why a page's socket is refused: browsers hide that from the page."""
+        checked = self._check(request.headers, (JSON_SUBPROTOCOL,), request.client)
+        if not isinstance(checked, Response):
+            return JSONResponse({"may_connect": True, "reason": ""})
+        reason = bytes(checked.body).decode()
+        return JSONResponse({"may_connect": False, "reason": reason}, checked.status_code)
+
+    def _check(
+        self, headers: Headers, subprotocols: Sequence[str], client: Address | None
+    ) -> Response | tuple[Codec, Caller]:
+        """Return the refusal, or how the accepted socket is served."""
+        origin = headers.get("origin")
+        if not may_connect(origin, headers.get("host"), self._origins, self._host_names):
+            return PlainTextResponse(_refused_origin(origin or ""), 403)
+        try:
+            key = self._keys.identify(presented_key(headers, subprotocols))
+        except InferEngineError as error:
+            self._metrics.refused()
+            return PlainTextResponse(error.message, error.http_status)
+        if self._metrics.num_open >= self._max_sockets:
+            self._metrics.refused()
+            text = f"{self._metrics.num_open} sockets are open, the most that may be."
+            return PlainTextResponse(text, 503, {"Retry-After": "1"})
+        codec = choose_codec(without_key_subprotocols(subprotocols))
+        if codec is None:
+            text = f"Speak one of the subprotocols {JSON_SUBPROTOCOL} and {MSGPACK_SUBPROTOCOL}, or name none for JSON."
+            return PlainTextResponse(text, 400)
+        address = None if client is None else client.host
+        return codec, Caller(key, self._quotas, SOCKET_PATH, address, headers.get("traceparent", ""))
+
+
+def presented_key(headers: Mapping[str, str], subprotocols: Sequence[str]) -> str | None:
+    """Return the API key that the client sends, if any."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    if "x-api-key" in headers:
+        return headers["x-api-key"]
+    return next((name.removeprefix(KEY_SUBPROTOCOL) for name in subprotocols if name.startswith(KEY_SUBPROTOCOL)), None)
+
+
+def without_key_subprotocols(subprotocols: Sequence[str]) -> list[str]:
+    """Return the subprotocols that name a protocol."""
+    return [name for name in subprotocols if not name.startswith(KEY_SUBPROTOCOL)]
+
+
+def read_origins(text: str) -> tuple[str, ...]:
+    """Return the origins of a comma-separated list."""
+    return tuple(item.strip().rstrip("/").lower() for item in text.split(",") if item.strip())
+
+
+def may_connect(origin: str | None, host: str | None, listed: Sequence[str], names: Sequence[str] = ()) -> bool:
+    """Return whether a page may open the socket. `origin` and `host`: the request's headers, None where absent.
+    `listed`: the origins of ws.origins. `names`: further names of this server."""
+    if origin is None or ANY in listed or origin.lower() in listed:
+        return True
+    try:
+        parts = urlsplit(origin)
+        name = parts.hostname
+    except ValueError:
+        return False
+    if parts.scheme not in ("http", "https") or name is None or host is None:
+        return False
+    return parts.netloc.lower() == host.lower() and (is_named(name, names) or _is_local_name(name))
+
+
+def _refused_origin(origin: str) -> str:
+    shown = origin[:200] if _ORIGIN.fullmatch(origin) else "of this page"
+    return (
+        f"The origin {shown} may not open this server's socket. Open the page under an IP address or localhost, or "
+        f"start the server with --ws.origins {shown} (for the server's own host names also --ws.allowed_hosts)."
+    )
+
+
+def _is_local_name(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

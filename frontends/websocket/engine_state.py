@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from frontends.common.engine_stats import together
 from frontends.common.model import ModelContext
 from inferengine.client import EnginePool
 from inferengine.config import Config
@@ -43,8 +44,7 @@ class EngineState:
 
     def stats(self) -> dict[str, Any]:
         """Return a stats frame."""
-        status = self._engine.status if self._engine.connected else None
-        status = status or {}
+        status = self._status()
         rates = self._rates()
         prompts, cached = number(status, "prompt_tokens"), number(status, "cached_tokens")
         return {
@@ -70,9 +70,9 @@ class EngineState:
 
     def sample(self) -> None:
         """Record the current counters. Rates are differences over the last RATE_WINDOW_S."""
-        status = self._engine.status if self._engine.connected else None
-        tokens = number(status or {}, "output_tokens")
-        prompts = number(status or {}, "prompt_tokens")
+        status = self._status()
+        tokens = number(status, "output_tokens")
+        prompts = number(status, "prompt_tokens")
         samples = self._samples
         if tokens is None or (samples and tokens < samples[-1][1]):  # not connected, or restarted
             samples.clear()
@@ -82,6 +82,11 @@ class EngineState:
         samples.append((now, tokens, prompts or 0))
         while len(samples) > 2 and samples[1][0] <= now - RATE_WINDOW_S:
             samples.popleft()
+
+    def _status(self) -> dict[str, Any]:
+        """The last STATUS of the connected engine, or of all together."""
+        found = [item.status for item in self._engine.health() if item.connected and item.status]
+        return together(found) if len(found) > 1 else found[0] if found else {}
 
     def _rates(self) -> tuple[float | None, float | None]:
         if len(self._samples) < 2:

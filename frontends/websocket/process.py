@@ -19,12 +19,10 @@ from collections.abc import Callable, Sequence
 
 import uvicorn
 
-from frontends.common.auth import check_protection, tls_files
-from frontends.common.connection_limits import ConnectionLimits, raise_file_limit
-from frontends.common.hosts import read_names
-from frontends.common.server import Server
+from frontends.common.auth import check_protection, read_names, tls_files
+from frontends.common.server import ConnectionLimits, Server, raise_file_limit
 from frontends.websocket.app import SharedState, WebsocketFrontEnd, make_shared
-from frontends.websocket.codec import FramesProtocol
+from frontends.websocket.channel import FramesProtocol
 from inferengine.config import Config
 from inferengine.errors import ExitCode
 from inferengine.observability.logging import configure

@@ -34,9 +34,8 @@ from inferengine.structured_output.matcher import (
     first_lines,
     reason,
 )
-from inferengine.structured_output.schema.ecma import check_expression
-from inferengine.structured_output.schema.refusal import Refusal
-from inferengine.structured_output.schema.translate import spacing_of
+from inferengine.structured_output.schema.language import Refusal, check_expression
+from inferengine.structured_output.schema.writer import spacing_of
 from inferengine.structured_output.spec import GrammarSpec
 
 MAX_RULES = 2000  # of a grammar: with 10,000 that name each other in turn llguidance is busy for minutes

@@ -1,13 +1,13 @@
 """GrammarCompiler: compiles GrammarSpecs into matchers outside of the engine's loop, within limits, with a cache.
 
-An unknown grammar is tried out in another process first, which can be killed (compile_server.py). Only what compiled
+An unknown grammar is tried out in another process first, which can be killed (compile_process.py). Only what compiled
 there within its limits is compiled here, in threads with a large stack; cached grammars are copied by a thread that
 does nothing else, so copies wait for no compilation.
 
 Copies of a compiled grammar share the states of its lexer, which are made as they are needed, so an entry of the cache
 grows while outputs are made under it. llguidance does not report by how much; it is estimated from processor time.
 Copies also wait for each other, so a grammar that compiles quickly is compiled again once OUTPUTS_PER_LEXER outputs go
-on under it: their masks are then computed at the same time (core/mask_threads.py).
+on under it: their masks are then computed at the same time (core/constraints.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from llguidance import LLMatcher, LLTokenizer
 from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structured_output.build import MAX_SOURCE_BYTES, STACK_BYTES, Builder, Vocabulary
-from inferengine.structured_output.compile_process import CompileProcess, TrialResult
-from inferengine.structured_output.compile_server import QUICK_S
+from inferengine.structured_output.compile_process import QUICK_S, CompileProcess, TrialResult
 from inferengine.structured_output.matcher import Budget, GrammarUsage, TokenMatcher
 from inferengine.structured_output.spec import GrammarSpec
 

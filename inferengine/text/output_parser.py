@@ -1,13 +1,322 @@
-"""Splits an assistant's output into reasoning, content and tool calls, while it is being generated."""
+"""Splits an assistant's output into reasoning, content and tool calls, while it is being generated.
+
+FORMATS are the formats in which models write tool calls; a new one is a file in tool_parsers/ and a line there.
+`calls_grammar` allows nothing but calls in one of them. REASONING are the ways in which models mark what they think.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
-from inferengine.text.tool_parsers import ToolParser, harmony
+from inferengine.text.tool_parsers import deepseek, harmony, hermes, json_list, llama3_json, mistral, pythonic, xml
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning, split_at_mark
 from inferengine.text.tool_parsers.custom import CustomCalls
+
+# -- formats of tool calls ---------------------------------------------------------------------------------------------
+
+
+MAX_CALLS = 8  # in one answer: a model that does not stop would call for ever
+# The style of JSON that models were trained on. Without it a model could write white space for ever.
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class ToolParser(Protocol):
+    """Parses one output. The joined parts do not depend on how the text is cut into pushes."""
+
+    def push(self, text: str, final: bool = False) -> list[Part]:
+        """Take more text. Returns the parts that it completes; `final`: nothing follows, so nothing stays held back."""
+        ...
+
+
+Strings = Mapping[str, Collection[str]]  # by function: the parameters that are strings
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How one family of models writes calls. `call` is the text of one, with {name} (quoted) or {bare_name}, and
+    {arguments} to fill in; or {parameters}, which are then written one by one as `parameter`, with {key} and {value}.
+    Several calls have `between` between them; `before` and `after` enclose them all."""
+
+    name: str
+    make_parser: Callable[[Strings], ToolParser]
+    call: str
+    between: str
+    before: str = ""
+    after: str = ""
+    marks: tuple[str, ...] = ()  # parts of the text that are special tokens in some vocabularies
+    signs: tuple[str, ...] = ()  # texts in the chat template of such a model: one of them
+    needs: tuple[str, ...] = ()  # and all of these
+    parameter: str = ""
+    parameter_between: str = ""
+    has_bare_strings: bool = False  # values that are strings are written without quotes: the parser needs their names
+    stops: tuple[str, ...] = ()  # special tokens that end an output, beside the checkpoint's own
+    reads_reasoning: bool = False  # the parser takes whole outputs, with the marks of reasoning
+    id_characters: int = 24  # of the ids of calls; some templates insist on a length
+
+
+FORMATS = {
+    format.name: format
+    for format in (
+        ToolFormat(
+            "hermes",
+            lambda strings: hermes.HermesParser(),
+            call='<tool_call>\n{"name": {name}, "arguments": {arguments}}\n</tool_call>',
+            between="\n",
+            marks=hermes.MARKS,
+            signs=(hermes.OPEN,),
+        ),
+        ToolFormat(
+            "mistral",
+            lambda strings: mistral.MistralParser(),
+            call='{"name": {name}, "arguments": {arguments}}',
+            between=", ",
+            before="[TOOL_CALLS] [",
+            after="]",
+            marks=(mistral.MARK,),
+            signs=(mistral.MARK,),
+            id_characters=9,
+        ),
+        ToolFormat(
+            "mistral_args",
+            lambda strings: mistral.MistralParser(),
+            call="[TOOL_CALLS]{bare_name}[ARGS]{arguments}",
+            between="",
+            marks=(mistral.MARK, mistral.ARGS),
+            signs=(mistral.ARGS,),
+            id_characters=9,
+        ),
+        ToolFormat(
+            "llama3_json",
+            lambda strings: llama3_json.Llama3JsonParser(),
+            call='{"name": {name}, "parameters": {arguments}}',
+            between="; ",
+            marks=(llama3_json.TAG,),
+            signs=(llama3_json.TAG, '"parameters": dictionary of argument name and its value'),
+        ),
+        ToolFormat(
+            "harmony",
+            lambda strings: harmony.HarmonyParser(),
+            call="<|channel|>commentary to=functions.{bare_name} <|constrain|>json<|message|>{arguments}",
+            between="<|end|><|start|>assistant",
+            marks=harmony.MARKS,
+            signs=(harmony.CHANNEL,),
+            needs=(harmony.MESSAGE, harmony.FUNCTIONS),
+            stops=harmony.STOPS,
+            reads_reasoning=True,
+        ),
+        ToolFormat(
+            "pythonic",
+            lambda strings: pythonic.PythonicParser(),
+            call="{bare_name}({parameters})",
+            between=", ",
+            before="[",
+            after="]",
+            signs=("[func_name1(",),
+            parameter="{key}={value}",
+            parameter_between=", ",
+        ),
+        ToolFormat(
+            "qwen3_coder",
+            lambda strings: xml.XmlParser(xml.QWEN3_CODER, strings),
+            call="<tool_call>\n<function={bare_name}>\n{parameters}</function>\n</tool_call>",
+            between="\n",
+            marks=hermes.MARKS,
+            signs=("<function=",),
+            needs=("<parameter=",),
+            parameter="<parameter={key}>\n{value}\n</parameter>\n",
+            has_bare_strings=True,
+        ),
+        ToolFormat(
+            "glm45",
+            lambda strings: xml.XmlParser(xml.GLM45, strings),
+            call="<tool_call>{bare_name}\n{parameters}</tool_call>",
+            between="\n",
+            marks=(*hermes.MARKS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+            signs=("<arg_key>",),
+            parameter="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+            has_bare_strings=True,
+        ),
+        ToolFormat(
+            "deepseek_v3",
+            lambda strings: deepseek.DeepSeekParser(),
+            call=f"{deepseek.CALL}function{deepseek.SEPARATOR}{{bare_name}}\n```json\n{{arguments}}\n```{deepseek.CALL_END}",
+            between="\n",
+            before=deepseek.CALLS,
+            after=deepseek.CALLS_END,
+            marks=deepseek.MARKS,
+            signs=(deepseek.SEPARATOR,),
+            needs=("```json",),
+        ),
+        ToolFormat(
+            "deepseek_v31",
+            lambda strings: deepseek.DeepSeekParser(),
+            call=f"{deepseek.CALL}{{bare_name}}{deepseek.SEPARATOR}{{arguments}}{deepseek.CALL_END}",
+            between="",
+            before=deepseek.CALLS,
+            after=deepseek.CALLS_END,
+            marks=deepseek.MARKS,
+            signs=(deepseek.SEPARATOR,),
+        ),
+        ToolFormat(
+            "phi4_mini",
+            lambda strings: json_list.JsonListParser(json_list.PHI4),
+            call='{"name": {name}, "arguments": {arguments}}',
+            between=", ",
+            before="<|tool_call|>[",
+            after="]<|/tool_call|>",
+            marks=("<|tool_call|>", "<|/tool_call|>"),
+            signs=("<|tool|>",),
+        ),
+        ToolFormat(
+            "granite",
+            lambda strings: json_list.JsonListParser(json_list.GRANITE),
+            call='{"name": {name}, "arguments": {arguments}}',
+            between=", ",
+            before="<|tool_call|>[",
+            after="]",
+            marks=("<|tool_call|>",),
+            signs=("<|tool_call|>",),
+        ),
+    )
+}
+_DETECTION_ORDER = (
+    "harmony", "mistral_args", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "phi4_mini", "granite",
+    "hermes", "pythonic", "llama3_json",
+)  # fmt: skip
+
+
+def detect(template: str) -> ToolFormat | None:
+    """Return the tool format of a chat template; None where it has none."""
+    for name in _DETECTION_ORDER:
+        format = FORMATS[name]
+        if any(sign in template for sign in format.signs) and all(need in template for need in format.needs):
+            return format
+    return None
+
+
+# -- the grammar of calls ----------------------------------------------------------------------------------------------
+
+
+class Function(NamedTuple):
+    """A tool that may be called; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    parameters: dict[str, Any]
+
+
+def strings_of(functions: Sequence[Function]) -> dict[str, list[str]]:
+    """Return the parameters of each function that are strings, for parsers of formats that write them bare."""
+    found = {
+        function.name: [key for key, schema in _properties(function).items() if _is_string(schema)]
+        for function in functions
+    }
+    return {name: keys for name, keys in found.items() if keys}
+
+
+def _properties(function: Function) -> dict[str, Any]:
+    properties = function.parameters.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def _is_string(schema: Any) -> bool:
+    """Whether a schema allows nothing but strings, and null."""
+    if not isinstance(schema, dict):
+        return False
+    if (kinds := schema.get("type")) is not None:
+        named = kinds if isinstance(kinds, list) else [kinds]
+        return "string" in named and all(kind in ("string", "null") for kind in named)
+    if isinstance(values := schema.get("enum"), list):
+        return all(isinstance(value, str) for value in values)
+    options = schema.get("anyOf") or schema.get("oneOf")
+    return isinstance(options, list) and all(_is_string(option) or option == {"type": "null"} for option in options)
+
+
+def calls_grammar(
+    format: ToolFormat,
+    functions: Sequence[Function],
+    *,
+    parallel: bool,
+    special_id: Callable[[str], int | None],
+    answer: dict[str, Any] | None = None,
+) -> str:
+    """Make a grammar for one call of one of `functions`, or several where `parallel`; with `answer`, a JSON text
+    that matches this schema is allowed instead. The grammar is in llguidance's dialect of Lark. `special_id` returns
+    the token id of a text that is a special token, whose characters the grammar cannot match, and None for any other
+    text."""
+
+    def text(characters: str) -> str:
+        marks = "|".join(map(re.escape, sorted(format.marks, key=len, reverse=True)))
+        atoms = []
+        for piece in re.split(f"({marks})", characters) if marks else [characters]:
+            token_id = special_id(piece) if piece in format.marks else None
+            if piece:
+                atoms.append(json.dumps(piece, ensure_ascii=False) if token_id is None else f"<[{token_id}]>")
+        return " ".join(atoms)
+
+    names = [f"call_{number}" for number in range(len(functions))]
+    more = f"({text(format.between)} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
+    lines = [
+        "start: calls" if answer is None else "start: calls | answer",
+        *([] if answer is None else [f"answer: {_json(answer)}"]),
+        f"calls: {text(format.before)} call {more} {text(format.after)}",
+        f"call: {' | '.join(names)}",
+    ]
+    for number, function in enumerate(functions):
+        quoted = json.dumps(function.name, ensure_ascii=False)
+        call = format.call.replace("{name}", quoted).replace("{bare_name}", function.name)
+        if format.parameter:
+            before, _, after = call.partition("{parameters}")
+            written, rules = _parameters(format, function, text, f"value_{number}")
+            lines += [f"call_{number}: {text(before)} {written} {text(after)}", *rules]
+            continue
+        before, _, after = call.partition("{arguments}")
+        lines.append(f"call_{number}: {text(before)} arguments_{number} {text(after)}")
+        schema = {"type": "object", **function.parameters, "x-tool": function.name}  # structured_output.json_grammar
+        lines.append(f"arguments_{number}: {_json(schema)}")
+    return "\n".join(lines) + "\n"
+
+
+def _parameters(format: ToolFormat, function: Function, text: Callable[[str], str], rule: str) -> tuple[str, list[str]]:
+    """(the parameters of a call, the rules of their values): those that are required, then any of the others."""
+    required = function.parameters.get("required")
+    names = [key for key in _properties(function) if isinstance(required, list) and key in required]
+    optional = [key for key in _properties(function) if key not in names]
+    shared = {key: function.parameters[key] for key in ("$defs", "definitions") if key in function.parameters}
+    written, rules = [], []
+    for place, key in enumerate([*names, *optional]):
+        before, _, after = format.parameter.replace("{key}", key).partition("{value}")
+        before = before if place == 0 else format.parameter_between + before
+        value, schema = f"{rule}_{place}", _properties(function)[key]
+        written.append(f"{text(before)} {value}")
+        if not format.has_bare_strings or not _is_string(schema):
+            schema = {**schema, **shared} if isinstance(schema, dict) else {}
+            rules.append(f"{value}: {_json({**schema, 'x-tool': function.name})} {text(after)}")
+        elif isinstance(options := schema.get("enum"), list):
+            strings = [text(option) for option in options if isinstance(option, str) and option]
+            rules.append(f"{value}: ({' | '.join(strings)}) {text(after)}")
+        elif (end := text(after)).startswith("<[") or " <[" in end:  # a special token, which no text can be
+            rules.append(f"{value}: /(?s:.*)/ {end}")
+        else:
+            ending = re.escape(after).replace("/", "\\/").replace("\\\n", "\\n").replace("\n", "\\n")
+            rules.append(f"{value}[lazy]: /(?s:.*){ending}/")
+    if format.parameter_between and optional and not names:  # one has no separator before it: only first ones first
+        nested = ""
+        for one in reversed(written):
+            nested = f"({one} {nested})?"
+        return nested, rules
+    count = len(names)
+    return " ".join([*written[:count], *(f"({one})?" for one in written[count:])]), rules
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _STYLE}, ensure_ascii=False)}"
+
+
+# -- reasoning ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -108,6 +417,9 @@ class ReasoningReader:
         if text:
             parts.append(Content(text))
         return parts
+
+
+# -- whole outputs -----------------------------------------------------------------------------------------------------
 
 
 class Message:

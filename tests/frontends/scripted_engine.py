@@ -21,7 +21,7 @@ import zmq
 
 from inferengine.simulation.simulated_executor import simulated_embedding
 from inferengine.text import Tokenizer, fingerprint
-from inferengine.wire import codec, sockets
+from inferengine.wire import messages, sockets
 from inferengine.wire.messages import (
     READY,
     Accept,
@@ -285,7 +285,7 @@ class ScriptedEngine:
                     while sockets.readable(self._router):
                         peer, *frames = self._router.recv_multipart()
                         with self._lock:
-                            self._on(peer, codec.decode(frames))
+                            self._on(peer, messages.decode(frames))
                 while not self._actions.empty():
                     action, done = self._actions.get()
                     with self._lock:
@@ -468,7 +468,7 @@ class ScriptedEngine:
 
     def _send(self, peer: bytes, message: Message) -> None:
         try:
-            self._router.send_multipart([peer, *codec.encode(message)], zmq.NOBLOCK)
+            self._router.send_multipart([peer, *messages.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:  # it is gone
             self._seqs.pop(peer, None)
             self._drop(peer)

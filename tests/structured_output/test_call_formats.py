@@ -8,8 +8,7 @@ import jsonschema
 import pytest
 
 from inferengine.structured_output.spec import GrammarSpec
-from inferengine.text.output_parser import MessageReader
-from inferengine.text.tool_parsers import FORMATS, Function, calls_grammar, strings_of
+from inferengine.text.output_parser import FORMATS, Function, MessageReader, calls_grammar, strings_of
 from tests.structured_output.builders import Vocabulary
 
 SCHEMA = {

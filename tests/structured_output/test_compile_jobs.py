@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inferengine.structured_output.compile_server import QUICK_S, SECOND_S, SLOW_LANES, Job, Jobs
+from inferengine.structured_output.compile_process import QUICK_S, SECOND_S, SLOW_LANES, Job, Jobs
 
 
 def jobs(*tenants: str, limit_s: float = 1.0) -> Jobs:

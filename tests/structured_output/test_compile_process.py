@@ -18,8 +18,7 @@ from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structured_output.build import Builder
 from inferengine.structured_output.build import Vocabulary as BuilderVocabulary
-from inferengine.structured_output.compile_process import CompileProcess
-from inferengine.structured_output.compile_server import Frames
+from inferengine.structured_output.compile_process import CompileProcess, Frames
 from inferengine.structured_output.spec import GrammarSpec
 from tests.structured_output.builders import Vocabulary
 
@@ -248,7 +247,7 @@ def test_it_sleeps_while_there_is_nothing_to_do(vocabulary: Vocabulary) -> None:
 
 def test_it_imports_nothing_heavy() -> None:
     program = (
-        "import sys, inferengine.structured_output.compile_server; print({'torch', 'zmq', 'numpy'} & set(sys.modules))"
+        "import sys, inferengine.structured_output.compile_process; print({'torch', 'zmq', 'numpy'} & set(sys.modules))"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert ran.stdout.strip() == "set()"

@@ -96,7 +96,120 @@ PARTS = """<|im_start|>{% for message in messages %}{{ message['role'] | capital
 {%- for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}
 {%- elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>
 {% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+QWEN3 = """{%- if tools %}{{ '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
+{{- '# Tools\\n\\n<tools>' }}{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}
+{{- '\\n</tools>\\n<tool_call>\\n{\\"name\\": <function-name>}\\n</tool_call><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{% endif %}
+{%- set seen = namespace(looking=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}{% set index = (messages|length - 1) - loop.index0 %}
+{%- if seen.looking and message.role == 'user' and message.content is string
+    and not (message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+{%- set seen.looking = false %}{% set seen.last = index %}{% endif %}{% endfor %}
+{%- for message in messages %}{% set content = message.content if message.content is string else '' %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}{% set reasoning = '' %}
+{%- if message.reasoning_content is string %}{% set reasoning = message.reasoning_content %}
+{%- elif '</think>' in content %}
+{%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}
+{%- if loop.index0 > seen.last and (loop.last or reasoning) %}
+{{- '<|im_start|>assistant\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+{%- else %}{{ '<|im_start|>assistant\\n' + content }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{%- if (loop.first and content) or (not loop.first) %}{{ '\\n' }}{% endif %}
+{%- if call.function %}{% set call = call.function %}{% endif %}
+{{- '<tool_call>\\n{\\"name\\": \\"' + call.name + '\\", \\"arguments\\": ' }}
+{%- if call.arguments is string %}{{ call.arguments }}{% else %}{{ call.arguments | tojson }}{% endif %}
+{{- '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+LLAMA3 = """{{- bos_token }}{% if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}
+{%- if not tools_with_user is defined %}{% set tools_with_user = true %}{% endif %}
+{%- if not tools is defined %}{% set tools = none %}{% endif %}
+{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content']|trim %}
+{%- set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+{%- if tools is not none %}{{ 'Environment: ipython\\n' }}{% endif %}{{ system + '<|eot_id|>' }}
+{%- if tools_with_user and not tools is none %}
+{%- if messages | length != 0 %}{% set first = messages[0]['content']|trim %}{% set messages = messages[1:] %}
+{%- else %}{{ raise_exception('nobody asks') }}{% endif %}
+{{- '<|start_header_id|>user<|end_header_id|>\\n\\nRespond with {"name": function name, ' }}
+{{- '"parameters": dictionary of argument name and its value}.\\n\\n' }}
+{%- for t in tools %}{{ t | tojson(indent=4) }}{{ '\\n\\n' }}{% endfor %}{{ first + '<|eot_id|>' }}{% endif %}
+{%- for message in messages %}
+{%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+{%- elif 'tool_calls' in message %}
+{%- if not message.tool_calls|length == 1 %}{{ raise_exception('one call at a time') }}{% endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{\\"name\\": \\"' + call.name + '\\", \\"parameters\\": ' }}
+{{- call.arguments | tojson }}{{ '}<|eot_id|>' }}
+{%- else %}{{ '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
+{%- if message.content is mapping or message.content is iterable %}{{ message.content | tojson }}
+{%- else %}{{ message.content }}{% endif %}{{ '<|eot_id|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+MISTRAL = """{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}
+{%- set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}
+{%- if not tools is defined %}{% set tools = none %}{% endif %}
+{%- set asked = rest | selectattr('role', 'equalto', 'user') | list %}
+{%- set seen = namespace(index=0) %}
+{%- for message in rest %}
+{%- if not (message.role == 'tool' or message.role == 'tool_results' or (message.tool_calls is defined
+    and message.tool_calls is not none)) %}
+{%- if (message['role'] == 'user') != (seen.index % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif %}
+{%- set seen.index = seen.index + 1 %}{% endif %}{% endfor %}
+{{- bos_token }}
+{%- for message in rest %}
+{%- if message['role'] == 'user' %}
+{%- if tools is not none and (message == asked[-1]) %}{{ '[AVAILABLE_TOOLS] [' }}
+{%- for tool in tools %}{% set tool = tool.function %}{{ '{\\"type\\": \\"function\\", \\"function\\": {' }}
+{%- for key, value in tool.items() if key != 'return' %}
+{%- if value is string %}{{ '\\"' + key + '\\": \\"' + value + '\\"' }}
+{%- else %}{{ '\\"' + key + '\\": ' + value | tojson }}{% endif %}{% if not loop.last %}{{ ', ' }}{% endif %}
+{%- endfor %}
+{{- '}}' }}{% if not loop.last %}{{ ', ' }}{% else %}{{ ']' }}{% endif %}{% endfor %}{{ '[/AVAILABLE_TOOLS]' }}
+{%- endif %}
+{%- if loop.last and system is defined %}{{ '[INST] ' + system + '\\n\\n' + message['content'] + '[/INST]' }}
+{%- else %}{{ '[INST] ' + message['content'] + '[/INST]' }}{% endif %}
+{%- elif message.tool_calls is defined and message.tool_calls is not none %}{{ '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}{% set text = call.function | tojson %}{{ text[:-1] }}
+{%- if not call.id is defined or call.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}
+{{- ', \\"id\\": \\"' + call.id + '\\"}' }}{% if not loop.last %}{{ ', ' }}{% else %}{{ ']' + eos_token }}{% endif %}
+{%- endfor %}
+{%- elif message['role'] == 'assistant' %}{{ ' ' + message['content']|trim + eos_token }}
+{%- elif message['role'] == 'tool' %}
+{%- set content = message.content.content if message.content is mapping else message.content %}
+{{- '[TOOL_RESULTS] {\\"content\\": ' + content|string + ', ' }}
+{{- '\\"call_id\\": \\"' + message.tool_call_id + '\\"}[/TOOL_RESULTS]' }}
+{%- else %}{{ raise_exception('unknown role') }}{% endif %}{% endfor %}"""
+GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
+{%- if messages[0]['content'] is string %}{% set lead = messages[0]['content'] + '\\n\\n' %}
+{%- else %}{% set lead = messages[0]['content'][0]['text'] + '\\n\\n' %}{% endif %}
+{%- set rest = messages[1:] %}{% else %}{% set lead = '' %}{% set rest = messages %}{% endif %}
+{%- for message in rest %}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('turns must alternate') }}{% endif %}
+{%- if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
+{{- '<start_of_turn>' + role + '\\n' + (lead if loop.first else '') }}
+{%- if message['content'] is string %}{{ message['content'] | trim }}
+{%- elif message['content'] is iterable %}{% for item in message['content'] %}
+{%- if item['type'] == 'image' %}{{ '<start_of_image>' }}{% elif item['type'] == 'text' %}{{ item['text'] | trim }}
+{%- endif %}
+{%- endfor %}{% else %}{{ raise_exception('unknown content') }}{% endif %}{{ '<end_of_turn>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 STYLES = {
+    "qwen3": QWEN3,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+    "harmony": HARMONY,
     "qwen3_coder": QWEN3_CODER,
     "glm45": GLM45,
     "deepseek": DEEPSEEK,

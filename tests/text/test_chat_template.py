@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from datetime import datetime
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.text import ChatTemplate, check_messages
+from inferengine.text.output_parser import detect
 from tests.text import templates
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -149,9 +152,14 @@ def test_conversations_are_rendered_as_transformers_renders_them(name: str) -> N
         for call in (call for message in sent for call in message.get("tool_calls", ())):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])  # as OpenAI's clients send them
         theirs = {"tools": None, "add_generation_prompt": True, **options} | {"tools": options.get("tools") or None}
-        (expected,), _ = chat_template_utils.render_jinja_template(
-            [_as_its_user_would(name, messages)], chat_template=source, **{**SPECIAL, **theirs}
-        )
+        try:
+            (expected,), _ = chat_template_utils.render_jinja_template(
+                [_as_its_user_would(name, messages)], chat_template=source, **{**SPECIAL, **theirs}
+            )
+        except TemplateError as error:
+            with pytest.raises(InvalidRequest, match=re.escape(error.message or "")):
+                template.render(check_messages(sent), **options)
+            continue
         assert template.render(check_messages(sent), **options) == expected
 
 
@@ -279,3 +287,19 @@ def test_messages_of_a_wrong_shape_name_their_place(messages: Any, field: str, c
     with pytest.raises(InvalidRequest) as caught:
         check_messages(messages)
     assert (caught.value.field, caught.value.code) == (field, code)
+
+
+def test_the_format_of_calls_is_read_off_each_style() -> None:
+    found = {name: detect(source) for name, source in templates.STYLES.items()}
+    assert {name: format.name for name, format in found.items() if format is not None} == {
+        "qwen3": "hermes",
+        "llama3": "llama3_json",
+        "mistral": "mistral",
+        "harmony": "harmony",
+        "qwen3_coder": "qwen3_coder",
+        "glm45": "glm45",
+        "deepseek": "deepseek_v3",
+        "phi4": "phi4_mini",
+        "granite": "granite",
+        "pythonic": "pythonic",
+    }

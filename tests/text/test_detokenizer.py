@@ -7,7 +7,7 @@ import random
 import pytest
 
 from inferengine.text import TextStream, Tokenizer
-from inferengine.text.detokenizer import MAX_HELD_TOKENS, StopStrings, WindowDetokenizer, make_detokenizer
+from inferengine.text.tokenizer import MAX_HELD_TOKENS, StopStrings, WindowDetokenizer, make_detokenizer
 from tests.text.vocabularies import load, sentencepiece
 
 TEXTS = [

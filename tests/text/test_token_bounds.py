@@ -13,7 +13,8 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from tokenizers import Tokenizer as FastTokenizer
 
 import inferengine
-from inferengine.text import Tokenizer, token_bounds
+from inferengine.text import Tokenizer
+from inferengine.text import tokenizer as bounds_file
 from tests.text.vocabularies import byte_level, load, sentencepiece, word_piece
 
 ASSETS = Path(inferengine.__file__).parent / "assets" / "embedded"
@@ -56,8 +57,8 @@ TOKENIZERS = {
     "framed": lambda: load(framed()),
     "sentencepiece": lambda: load(sentencepiece()),
     "word piece": lambda: load(word_piece()),
-    "composed": lambda: load(split_by(min(token_bounds._KNOWN_SPLITS), normalizer=normalizers.NFC())),
-    **{f"split {n}": lambda p=p: load(split_by(p)) for n, p in enumerate(sorted(token_bounds._KNOWN_SPLITS))},
+    "composed": lambda: load(split_by(min(bounds_file._KNOWN_SPLITS), normalizer=normalizers.NFC())),
+    **{f"split {n}": lambda p=p: load(split_by(p)) for n, p in enumerate(sorted(bounds_file._KNOWN_SPLITS))},
 }
 
 
@@ -88,8 +89,7 @@ def test_no_text_has_fewer_tokens_than_said(tokenizer: Tokenizer) -> None:
 
 
 def test_pieces_make_the_tokens_of_the_whole(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_bounds, "PIECE_CHARACTERS", 20)
-    monkeypatch.setattr("inferengine.text.tokenizer.PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(bounds_file, "PIECE_CHARACTERS", 20)
     for text in texts(2, 400, 60):
         expected = whole(tokenizer, text)
         assert [token for part in tokenizer.parts(text) for token in part] == expected, repr(text)
@@ -102,8 +102,8 @@ def test_usual_texts_are_cut_into_small_pieces(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     text = "Once upon a time, there was a fox. " * 20_000
     parts = [part for part in tokenizer.parts(text) if len(part) > 1]
-    assert len(parts) >= len(text) // token_bounds.PIECE_CHARACTERS
-    assert max(map(len, tokenizer._bounds.pieces(text))) <= token_bounds.PIECE_CHARACTERS
+    assert len(parts) >= len(text) // bounds_file.PIECE_CHARACTERS
+    assert max(map(len, tokenizer._bounds.pieces(text))) <= bounds_file.PIECE_CHARACTERS
 
 
 def test_the_embedded_model_s_longest_token_is_known() -> None:
@@ -162,6 +162,6 @@ def test_composing_makes_at_least_a_byte_of_four() -> None:
 
 def test_the_description_that_the_library_writes_is_the_one_that_is_read() -> None:
     """A pattern that is spelled otherwise would go unnoticed: nothing would be cut."""
-    document = json.loads(split_by(min(token_bounds._KNOWN_SPLITS)).to_str())
-    assert token_bounds._splits_at_cuts(document["pre_tokenizer"])
-    assert token_bounds._splits_at_cuts(json.loads(byte_level().to_str())["pre_tokenizer"])
+    document = json.loads(split_by(min(bounds_file._KNOWN_SPLITS)).to_str())
+    assert bounds_file._splits_at_cuts(document["pre_tokenizer"])
+    assert bounds_file._splits_at_cuts(json.loads(byte_level().to_str())["pre_tokenizer"])

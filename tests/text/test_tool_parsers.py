@@ -7,8 +7,15 @@ import random
 
 import pytest
 
-from inferengine.text.output_parser import REASONING, Message, MessageReader, ReasoningReader, reasoning_format
-from inferengine.text.tool_parsers import FORMATS, detect
+from inferengine.text.output_parser import (
+    FORMATS,
+    REASONING,
+    Message,
+    MessageReader,
+    ReasoningReader,
+    detect,
+    reasoning_format,
+)
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part
 
 W, S = '{"city": "Paris"}', '{"a": [1, {"b": "}\\"{"}], "c": "né 🎉"}'

@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from frontends.common.auth import tenant_of
 from frontends.common.json import read_fields
-from frontends.http.bodies import ConversationFields, ConversationItemsFields, MetadataFields, read_json
+from frontends.http.bodies import ConversationFields, ConversationItemsFields, read_json
 from frontends.http.openai.response_store import ResponseStore, StoredResponse
 from frontends.http.openai.responses_input import PREFIXES, Item, as_messages, lookup_in, read_items
-from frontends.http.openai.stored_chat import page
+from frontends.http.openai.stored_chat import page, replace_metadata
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -49,14 +49,7 @@ async def get(request: Request) -> Response:
 
 async def update(request: Request) -> Response:
     """Replace the `metadata` of a conversation."""
-    service: HttpState = request.app.state.service
-    body = await read_json(request, service.config.http.max_body_bytes)
-    metadata = read_fields(MetadataFields, body).metadata
-    stored = await _stored(request)
-    stored.document = {**stored.document, "metadata": metadata}
-    service.responses.put(stored)
-    await service.responses.saved()
-    return JsonBytes(stored.document)
+    return await replace_metadata(request, _stored)
 
 
 async def delete(request: Request) -> Response:

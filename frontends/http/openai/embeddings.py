@@ -14,17 +14,18 @@ from starlette.responses import Response, StreamingResponse
 from frontends.common.generation import Options, Submitter
 from frontends.common.json import dumps, read_fields
 from frontends.common.model import ServedModel
-from frontends.http.bodies import EmbeddingsFields, read_json
-from frontends.http.openai.completions import prompt_names, read_prompts
-from frontends.http.openai.request_fields import (
+from frontends.http.bodies import (
+    EmbeddingsFields,
     check_model,
+    read_json,
     read_label,
     read_options,
     read_truncation,
     refuse_unsupported,
 )
-from frontends.http.spans import describe_embeddings
+from frontends.http.openai.completions import prompt_names, read_prompts
 from frontends.http.state import HttpState
+from frontends.http.telemetry import describe_embeddings
 from inferengine.client import Embedding, Submission
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.vectors import shorten

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -12,9 +12,8 @@ from frontends.common.auth import tenant_of
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage
 from frontends.common.json import read_fields
 from frontends.http.bodies import MetadataFields, read_json
-from frontends.http.openai.format import Format
 from frontends.http.openai.response_store import ResponseStore, StoredResponse
-from frontends.http.respond import JsonBytes
+from frontends.http.respond import Format, JsonBytes
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
 
@@ -67,14 +66,7 @@ async def get(request: Request) -> Response:
 
 async def update(request: Request) -> Response:
     """Replace the `metadata` of a stored chat completion."""
-    service: HttpState = request.app.state.service
-    body = await read_json(request, service.config.http.max_body_bytes)
-    metadata = read_fields(MetadataFields, body).metadata
-    stored = await _stored(request)
-    stored.document = {**stored.document, "metadata": metadata}
-    service.responses.put(stored)
-    await service.responses.saved()
-    return JsonBytes(stored.document)
+    return await replace_metadata(request, _stored)
 
 
 async def delete(request: Request) -> Response:
@@ -106,6 +98,18 @@ async def listing(request: Request) -> Response:
         and wanted.items() <= (one.document.get("metadata") or {}).items()
     ]
     return JsonBytes(page(shown, query, order="asc"))
+
+
+async def replace_metadata(request: Request, find: Callable[[Request], Awaitable[StoredResponse]]) -> Response:
+    """Replace the `metadata` of what the request is about, as `find` finds it in the store."""
+    service: HttpState = request.app.state.service
+    body = await read_json(request, service.config.http.max_body_bytes)
+    metadata = read_fields(MetadataFields, body).metadata
+    stored = await find(request)
+    stored.document = {**stored.document, "metadata": metadata}
+    service.responses.put(stored)
+    await service.responses.saved()
+    return JsonBytes(stored.document)
 
 
 def page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str], *, order: str) -> dict[str, Any]:

@@ -16,10 +16,19 @@ from starlette.responses import Response
 from frontends.common.errors import as_unprocessable, error_object, rename_field
 from frontends.common.generation import Choice, Generation, Output, Piece, Usage
 from frontends.common.json import event, read_fields
-from frontends.http.bodies import GenerateFields, GenerateTextFields, InferFields, PromptFields, read_json
-from frontends.http.openai.completions import read_prompts
-from frontends.http.openai.format import usage_object
-from frontends.http.openai.request_fields import SAMPLING, STRUCTURE, read_label, read_options, read_params
+from frontends.http.bodies import (
+    SAMPLING,
+    STRUCTURE,
+    GenerateFields,
+    GenerateTextFields,
+    InferFields,
+    PromptFields,
+    read_json,
+    read_label,
+    read_options,
+    read_params,
+)
+from frontends.http.openai.completions import read_prompts, usage_object
 from frontends.http.respond import JsonBytes, answer
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest

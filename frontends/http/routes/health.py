@@ -87,7 +87,7 @@ async def load(request: Request) -> Response:
 
 
 async def stats(request: Request) -> Response:
-    """The engine's live figures. With several engines: of the first, and of each under `engines`."""
+    """The engine's live figures. With several engines: of all together, and of each under `engines`."""
     service: HttpState = request.app.state.service
     document = await stats_document(service.engines)
     document.setdefault("config", service.config.resolved())

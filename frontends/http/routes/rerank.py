@@ -17,13 +17,12 @@ from starlette.responses import Response
 from frontends.common.generation import Options
 from frontends.common.json import read_fields
 from frontends.common.model import ServedModel
-from frontends.http.bodies import RerankFields, ScoreFields, read_json
+from frontends.http.bodies import RerankFields, ScoreFields, check_model, read_json, read_label, read_options
 from frontends.http.openai.embeddings import Inputs, embedding_inputs
-from frontends.http.openai.request_fields import check_model, read_label, read_options
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
 from inferengine.client import Submission
-from inferengine.client.output import error_of
+from inferengine.client.requests import error_of
 from inferengine.config import Config
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.sampling_params import SamplingParams

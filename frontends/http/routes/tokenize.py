@@ -10,8 +10,7 @@ from starlette.responses import Response, StreamingResponse
 
 from frontends.common.chat import SpecialTokens, read_chat_prompt
 from frontends.common.json import dumps, read_fields, read_token_ids
-from frontends.http.bodies import DetokenizeFields, TokenizeFields, read_json
-from frontends.http.openai.request_fields import check_model
+from frontends.http.bodies import DetokenizeFields, TokenizeFields, check_model, read_json
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
 from inferengine.errors import InvalidRequest

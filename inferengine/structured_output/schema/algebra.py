@@ -2,47 +2,175 @@
 
 Subschemas, and their intersections, unions and complements, are expressions: small numbers, equal for equal
 expressions. So a recursive schema has finitely many, and each is worked out once.
+
+Document says where the parts of a schema are that `$ref` and `$dynamicRef` name. Nothing outside the schema is read.
+
+Evaluation: what `unevaluatedProperties` and `unevaluatedItems` speak of. Which properties a schema has evaluated
+depends on which of its branches hold. So its values are split into cases, in each of which that is known; branches that
+did not hold count for nothing, so they are complements there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from functools import reduce
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
-from inferengine.structured_output.schema.ecma import read_pattern
-from inferengine.structured_output.schema.formats import pattern_of
 from inferengine.structured_output.schema.language import (
     ALL,
     EMPTY,
     Language,
+    Refusal,
     alt,
     both,
     complement,
     length,
     literal,
+    pattern_of,
+    read_pattern,
 )
-from inferengine.structured_output.schema.numbers import NumberSet, to_fraction
-from inferengine.structured_output.schema.references import Document, Location
-from inferengine.structured_output.schema.refusal import Refusal
-from inferengine.structured_output.schema.shapes import (
+from inferengine.structured_output.schema.value_sets import (
     ANYTHING,
     FALSE,
+    MAX_ALTERNATIVES,
     NOTHING,
+    TOO_MANY,
     TRUE,
     ArrayShape,
     Contains,
     Expr,
+    NumberSet,
     ObjectShape,
     Rule,
     ValueSet,
     complement_of,
     intersect,
     is_nothing,
+    to_fraction,
     unite,
 )
+
+SINGLE = (
+    "additionalProperties", "propertyNames", "contains", "not", "if", "then", "else", "items", "additionalItems",
+    "unevaluatedItems", "unevaluatedProperties", "contentSchema",
+)  # fmt: skip
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+
+
+# -- references --------------------------------------------------------------------------------------------------------
+
+
+class Location(NamedTuple):
+    """A subschema and the URI that its references start from."""
+
+    schema: Any
+    base: str
+
+
+def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
+    """Yield the schemas directly inside this one."""
+    for name in SINGLE:
+        if isinstance(schema.get(name), dict):
+            yield schema[name]
+    for name in LISTS:
+        if isinstance(schema.get(name), list):
+            yield from schema[name]
+    for name in MAPS:
+        if isinstance(schema.get(name), dict):
+            yield from schema[name].values()
+
+
+class Document:
+    """A schema with its `$id`, `$anchor` and `$dynamicAnchor` looked up."""
+
+    def __init__(self, root: Any) -> None:
+        self._bases: dict[int, str] = {}  # by identity of the subschema, where it has an $id
+        self._resources: dict[str, Any] = {"": root}
+        self._anchors: dict[tuple[str, str], Location] = {}
+        self._dynamic: dict[tuple[str, str], Location] = {}
+        self.has_dynamic_references = False
+        queue = [Location(root, "")]
+        while queue:
+            schema, base = queue.pop()
+            if not isinstance(schema, dict):
+                continue
+            base = self._enter(schema, base)
+            self.has_dynamic_references |= "$dynamicRef" in schema or "$recursiveRef" in schema
+            queue += (Location(one, base) for one in subschemas(schema))
+
+    def base_of(self, schema: Any, base: str) -> str:
+        """Return the URI that references inside `schema` start from."""
+        return self._bases.get(id(schema), base)
+
+    def resolve(self, reference: str, base: str) -> Location:
+        """Return what a `$ref` names. Raises Refusal where the schema does not contain it."""
+        uri, fragment = _split(reference, base)
+        if uri not in self._resources:
+            raise Refusal(f"$ref to {uri[:120]}: only what the schema itself contains is read: copy it under $defs")
+        if fragment.startswith("/"):
+            return self._follow(uri, fragment, reference)
+        if not fragment:
+            return Location(self._resources[uri], uri)
+        found = self._anchors.get((uri, fragment))
+        if found is None:
+            raise Refusal(f"$ref to {reference[:120]}: there is no such $anchor in the schema")
+        return found
+
+    def resolve_dynamic(self, reference: str, base: str, scope: tuple[str, ...]) -> Location:
+        """Return what a `$dynamicRef` names where `scope` are the resources that were entered, the outermost first."""
+        uri, fragment = _split(reference, base)
+        found = self.resolve(reference, base)
+        if (uri, fragment) in self._dynamic:
+            for outer in scope:
+                if (outer, fragment) in self._dynamic:
+                    return self._dynamic[outer, fragment]
+        return found
+
+    def _enter(self, schema: dict[str, Any], base: str) -> str:
+        if isinstance(own := schema.get("$id"), str) and not own.startswith("#"):
+            base = self._bases[id(schema)] = urldefrag(_join(base, own)).url
+            self._resources[base] = schema
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if isinstance(name := schema.get(keyword), str):
+                self._anchors[base, name] = Location(schema, base)
+        if isinstance(name := schema.get("$dynamicAnchor"), str):
+            self._dynamic[base, name] = Location(schema, base)
+        return base
+
+    def _follow(self, uri: str, pointer: str, reference: str) -> Location:
+        value, base = self._resources[uri], uri
+        for part in pointer[1:].split("/"):
+            key = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+                value = value[int(key)]
+            elif isinstance(value, dict) and key in value:
+                value = value[key]
+            else:
+                raise Refusal(f"$ref to {reference[:120]}: there is nothing at this place of the schema")
+            base = self.base_of(value, base)
+        return Location(value, base)
+
+
+def _join(base: str, reference: str) -> str:
+    if urlsplit(reference).scheme or not base:
+        return reference
+    return urljoin(base, reference)
+
+
+def _split(reference: str, base: str) -> tuple[str, str]:
+    if reference.startswith("#"):
+        return base, unquote(reference[1:]) if not reference.startswith("#/") else reference[1:]
+    try:
+        uri, fragment = urldefrag(_join(base, reference))
+    except ValueError:
+        raise Refusal(f"$ref {reference[:120]} is no URI") from None
+    return uri, fragment
+
 
 MAX_EXPRESSIONS = 20_000
 MAX_SETS = 4_000
@@ -59,6 +187,9 @@ _TYPES = {
     "array": NOTHING._replace(arrays=(ArrayShape(),)),
     "object": NOTHING._replace(objects=(ObjectShape(),)),
 }
+
+
+# -- expressions -------------------------------------------------------------------------------------------------------
 
 
 class Algebra:
@@ -441,3 +572,148 @@ def _map(schema: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _is_schema(value: Any) -> bool:
     return isinstance(value, dict | bool)
+
+
+ALL_ITEMS = 1 << 30
+
+
+# -- what a schema has evaluated ---------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """Values whose evaluated parts are known: properties with names in `keys`, the first `items` items, and those that
+    one of `contains` has."""
+
+    values: ValueSet = ANYTHING
+    keys: Language = EMPTY
+    items: int = 0
+    contains: tuple[Expr, ...] = ()
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether nothing is evaluated."""
+        return self[1:] == (EMPTY, 0, ())
+
+
+def evaluated_values(algebra: Algebra, schema: dict[str, Any], base: str, scope: Scope) -> ValueSet:
+    """Return the values of a schema with unevaluatedProperties or unevaluatedItems."""
+    return Evaluation(algebra).values(schema, base, scope)
+
+
+class Evaluation:
+    """Works out the cases of schemas."""
+
+    def __init__(self, algebra: Algebra) -> None:
+        self._algebra = algebra
+        self._open: set[Expr] = set()
+
+    def values(self, schema: dict[str, Any], base: str, scope: Scope) -> ValueSet:
+        """Return the values of a schema with unevaluatedProperties or unevaluatedItems."""
+        values = NOTHING
+        for case in self._schema_cases(schema, base, scope):
+            values = unite(values, case.values)
+        return values
+
+    def _cases(self, expr: Expr) -> list[Case]:
+        located = self._algebra.located(expr)
+        if located is None:
+            return [Case(self._algebra.values(expr))]
+        if expr in self._open:
+            self._algebra.values(expr)  # its own loop, which is refused there
+            raise Refusal("unevaluatedProperties and unevaluatedItems cannot look through a $ref to themselves")
+        self._open.add(expr)
+        try:
+            return self._schema_cases(*located)
+        finally:
+            self._open.discard(expr)
+
+    def _schema_cases(self, schema: dict[str, Any], base: str, scope: Scope) -> list[Case]:
+        algebra = self._algebra
+        child = algebra.child(base, scope)
+        cases = [self._own(schema, base, scope)]
+        for target in algebra.references(schema, base, scope):
+            cases = self._both(cases, self._cases(algebra.schema(*target, scope)))
+        for one in schema.get("allOf", ()):
+            cases = self._both(cases, self._cases(child(one)))
+        if "anyOf" in schema:
+            cases = self._both(cases, self._any([child(one) for one in schema["anyOf"]]))
+        if "oneOf" in schema:
+            cases = self._both(cases, self._one([child(one) for one in schema["oneOf"]]))
+        if "not" in schema:
+            cases = self._both(cases, [self._not(child(schema["not"]))])
+        if "if" in schema:
+            condition, then = child(schema["if"]), child(schema.get("then", True))
+            held = self._both(self._cases(condition), self._cases(then))
+            failed = self._both([self._not(condition)], self._cases(child(schema.get("else", True))))
+            cases = self._both(cases, [*held, *failed])
+        for name, dependent in algebra.dependent_schemas(schema):
+            without = algebra.without(name)
+            present = self._both([self._not(without)], self._cases(child(dependent)))
+            cases = self._both(cases, [Case(algebra.values(without)), *present])
+        return [self._restrict(case, schema, child) for case in cases]
+
+    def _own(self, schema: dict[str, Any], base: str, scope: Scope) -> Case:
+        algebra = self._algebra
+        keys = named_keys(algebra, schema) if "additionalProperties" not in schema else ALL
+        items = schema.get("items")
+        prefix = items if isinstance(items, list) else schema.get("prefixItems", ())
+        has_rest = "additionalItems" in schema if isinstance(items, list) else items is not None
+        contains = (algebra.schema(schema["contains"], base, scope),) if "contains" in schema else ()
+        return Case(algebra.own(schema, base, scope), keys, ALL_ITEMS if has_rest else len(prefix), contains)
+
+    def _restrict(self, case: Case, schema: dict[str, Any], child: Any) -> Case:
+        if "unevaluatedProperties" in schema:
+            rest = Rule(complement(case.keys), child(schema["unevaluatedProperties"]))
+            if rest.keys != EMPTY and rest.value != TRUE:
+                limit = ANYTHING._replace(objects=(ObjectShape(rules=(rest,)),))
+                case = case._replace(values=self._algebra.meet((case.values, limit)))
+            case = case._replace(keys=ALL)
+        if "unevaluatedItems" in schema:
+            value = child(schema["unevaluatedItems"])
+            if case.items < ALL_ITEMS and value != TRUE:
+                shape = ArrayShape((TRUE,) * case.items, self._algebra.any_of([*case.contains, value]))
+                if value == 1 and not case.contains:
+                    shape = shape._replace(most=case.items)
+                limit = ANYTHING._replace(arrays=(shape,))
+                case = case._replace(values=self._algebra.meet((case.values, limit)))
+            case = case._replace(items=ALL_ITEMS)
+        return case
+
+    def _not(self, expr: Expr) -> Case:
+        return Case(self._algebra.values(self._algebra.negate(expr)))
+
+    def _both(self, ones: Iterable[Case], others: Iterable[Case]) -> list[Case]:
+        found: dict[Any, ValueSet] = {}
+        for one, other in product(list(ones), list(others)):
+            values = self._algebra.meet((one.values, other.values))
+            if is_nothing(values):
+                continue
+            contains = tuple(dict.fromkeys(one.contains + other.contains))
+            key = alt(one.keys, other.keys), max(one.items, other.items), contains
+            found[key] = unite(found[key], values) if key in found else values
+            if len(found) > MAX_ALTERNATIVES:
+                raise Refusal(TOO_MANY)
+        return [Case(values, *key) for key, values in found.items()]
+
+    def _any(self, exprs: list[Expr]) -> list[Case]:
+        """Split by which of the schemas hold, as far as they evaluate something."""
+        cases = [(expr, self._cases(expr)) for expr in exprs]
+        silent = [expr for expr, found in cases if all(case.says_nothing for case in found)]
+        held: list[Case] = []
+        failed = [Case()]
+        for expr, found in cases:
+            if expr in silent:
+                continue
+            held = [*self._both(held, [*found, self._not(expr)]), *self._both(failed, found)]
+            failed = self._both(failed, [self._not(expr)])
+        return [*held, *self._both(failed, [Case(self._algebra.values(self._algebra.any_of(silent)))])]
+
+    def _one(self, exprs: list[Expr]) -> list[Case]:
+        found: list[Case] = []
+        for place, expr in enumerate(exprs):
+            others = [self._not(other) for index, other in enumerate(exprs) if index != place]
+            cases = self._cases(expr)
+            for other in others:
+                cases = self._both(cases, [other])
+            found += cases
+        return found

@@ -1,4 +1,5 @@
-"""GrammarWriter: writes the sets of an Algebra as rules of llguidance's Lark.
+"""GrammarWriter: writes the sets of an Algebra as rules of llguidance's Lark. `schema_rules` does it for a JSON Schema
+of draft 2020-12 (and of the older drafts, as far as they agree).
 
 Properties come in the order of the schema, then those that it does not name. Alternatives that lead nowhere are left
 out, so that an output never begins what cannot be completed.
@@ -12,11 +13,12 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
-from inferengine.structured_output.schema.algebra import Algebra
+from inferengine.structured_output.schema.algebra import Algebra, Document, evaluated_values
 from inferengine.structured_output.schema.language import (
     ALL,
     EMPTY,
     Language,
+    Refusal,
     alt,
     both,
     complement,
@@ -27,8 +29,7 @@ from inferengine.structured_output.schema.language import (
     to_terminal,
     words,
 )
-from inferengine.structured_output.schema.refusal import Refusal
-from inferengine.structured_output.schema.shapes import (
+from inferengine.structured_output.schema.value_sets import (
     ANYTHING,
     FALSE,
     TRUE,
@@ -509,3 +510,28 @@ def _symbol(symbol: Symbol) -> str:
 
 def _sequence(body: Iterable[Symbol]) -> str:
     return " ".join(map(_symbol, body)) or '""'
+
+
+def schema_rules(schema: Any, spacing: Spacing, start: str = "start", prefix: str = "s") -> str:
+    """Return rules for the JSON texts of a schema, the first of which is `start`. Raises Refusal naming the keyword
+    that cannot be held to, and the remedy."""
+    algebra = Algebra(Document(schema), evaluated_values)
+    return GrammarWriter(algebra, spacing, prefix).write(algebra.schema(schema, "", ()), start)
+
+
+# A little of any space. Without a bound a model may print spaces until its length is used up.
+ANY_WHITESPACE = r"[ \n\t]{0,12}"
+
+
+def spacing_of(pattern: str | None) -> Spacing:
+    """Return the punctuation with white space of this expression between tokens; "": none; "any": a little of any;
+    None and "compact": at most one space after commas and colons."""
+    if pattern == "any":
+        pattern = ANY_WHITESPACE
+    if pattern in (None, "compact"):
+        options = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+        return Spacing(", ?", ": ?", "", "", options)
+    if not pattern:
+        return Spacing(",", ":", "", "", {"whitespace_flexible": False})
+    space = f"(?:{pattern})"
+    return Spacing(f"{space},{space}", f"{space}:{space}", space, space, {"whitespace_pattern": pattern})

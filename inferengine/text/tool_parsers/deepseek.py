@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import re
 
-from inferengine.text.tool_parsers.base import CallDelta, Content, JsonValue, Part, split_at_mark
-from inferengine.text.tool_parsers.prose import Prose
+from inferengine.text.tool_parsers.base import CallDelta, Content, JsonValue, Part, Prose, split_at_mark
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

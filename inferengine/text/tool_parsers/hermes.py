@@ -5,8 +5,7 @@ Nous Research's Hermes function calling; Qwen 2.5 and Qwen 3 were trained on the
 
 from __future__ import annotations
 
-from inferengine.text.tool_parsers.base import CallDelta, CallObject, Content, Part, split_at_mark
-from inferengine.text.tool_parsers.prose import Prose
+from inferengine.text.tool_parsers.base import CallDelta, CallObject, Content, Part, Prose, split_at_mark
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MARKS = (OPEN, CLOSE)

@@ -6,8 +6,7 @@ Granite 3 ends the list with the answer, Phi-4-mini with `<|/tool_call|>`; Grani
 
 from __future__ import annotations
 
-from inferengine.text.tool_parsers.base import CallDelta, CallObject, Part, split_at_mark
-from inferengine.text.tool_parsers.prose import Prose
+from inferengine.text.tool_parsers.base import CallDelta, CallObject, Part, Prose, split_at_mark
 
 GRANITE = ("<|tool_call|>", "<tool_call>")
 PHI4 = ("<|tool_call|>", "functools[")

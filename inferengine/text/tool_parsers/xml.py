@@ -14,8 +14,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from inferengine.text.tool_parsers.base import CallDelta, Content, Part, split_at_mark
-from inferengine.text.tool_parsers.prose import Prose
+from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Prose, split_at_mark
 
 _NAME = re.compile(r"[^\s<>{}\"']{1,128}")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # as some models write them

@@ -6,8 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from frontends.common.auth import ANYBODY, LOOK_AGAIN_S, ApiKey, KeyRing, entry, new_key, read_keys
-from frontends.common.quotas import MIN_ROWS, WINDOW_S, Quotas
+from frontends.common.auth import (
+    ANYBODY,
+    LOOK_AGAIN_S,
+    MIN_ROWS,
+    WINDOW_S,
+    ApiKey,
+    KeyRing,
+    Quotas,
+    entry,
+    new_key,
+    read_keys,
+)
 from inferengine.errors import ConfigError, InferEngineError
 
 

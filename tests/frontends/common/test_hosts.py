@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontends.common.hosts import AllowedHosts, public_ports, read_names
+from frontends.common.auth import AllowedHosts, public_ports, read_names
 from inferengine.errors import ConfigError, InferEngineError
 
 LOOPBACK = ("127.0.0.1", 8000)

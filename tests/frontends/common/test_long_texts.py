@@ -13,7 +13,7 @@ from frontends.common import model as served_model
 from frontends.common.model import LongTexts, TooManyTokens
 from inferengine.errors import InferEngineError
 from inferengine.text import Tokenizer
-from inferengine.text.token_bounds import PIECE_CHARACTERS
+from inferengine.text.tokenizer import PIECE_CHARACTERS
 
 ASSETS = Path(inferengine.__file__).parent / "assets" / "embedded"
 TEXT = "once upon a time there was a fox. " * 10_000

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from frontends.common.auth import ApiKey
+from frontends.common.auth import WINDOW_S, ApiKey, Quotas
 from frontends.common.errors import retry_after
-from frontends.common.quotas import WINDOW_S, Quotas
 from inferengine.errors import InferEngineError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import inferengine
-from frontends.http.openai.request_fields import read_bad_words
+from frontends.http.bodies import read_bad_words
 from inferengine.text import Tokenizer
 
 EMBEDDED = Path(inferengine.__file__).parent / "assets" / "embedded"

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from frontends.common.auth import entry, new_key
-from frontends.http.answers import ANSWERS
-from frontends.http.batches import batch_runner, batch_store
+from frontends.http.openai import batch_runner, batch_store
+from frontends.http.openapi import ANSWERS
 from inferengine.wire.messages import Submit
 from tests.frontends.http.builders import House, house, ids, says, wait_until
 from tests.frontends.http.test_openapi import answer_validator
@@ -209,7 +209,7 @@ def test_a_batch_whose_time_is_over_ends_with_what_it_has(served: House, monkeyp
 
 
 def batch_routes_units() -> dict[str, Any]:
-    from frontends.http.batches import batch_routes
+    from frontends.http.openai import batch_routes
 
     return batch_routes._UNITS
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import Reject
 from tests.frontends.http.builders import TOKENIZER, House, ids, says
 from tests.frontends.scripted_engine import Script
@@ -117,7 +117,7 @@ def test_infer_takes_token_ids_and_a_response_format_and_always_streams(served: 
     events = infer_events(served, prompt=[5, 6], response_format={"type": "json_object"}, stream=False)
     assert events[-1][0] == "done"
     (submit,) = served.engine.submits
-    assert submit.prompt == codec.to_u32([5, 6])
+    assert submit.prompt == messages.to_u32([5, 6])
     assert submit.grammar is not None
 
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from frontends.common.chat import OutputParser, parser_from_map, parser_to_map
-from inferengine.text.tool_parsers import FORMATS
+from inferengine.text.output_parser import FORMATS
 from tests.frontends.http.builders import House
 from tests.frontends.http.embedded import Embedded
 from tests.frontends.http.test_tools import HELLO, PATH, TWO_CALLS, WEATHER, chat, prompt_of, writes

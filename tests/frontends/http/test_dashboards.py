@@ -15,8 +15,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from inferengine.core.executor import Executor
-from inferengine.engine.metrics.stats import Gpus
 from inferengine.engine.service import EngineService
+from inferengine.engine.stats import Gpus
 from tests.engine.builders import address_of, run_service, small_capacity
 from tests.engine.test_roofline import KnownDevice
 from tests.engine.test_service import free_port

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from frontends.http.app import ROUTES
-from frontends.http.openai.request_fields import REFUSED, SAMPLING, STRUCTURE
+from frontends.http.bodies import REFUSED, SAMPLING, STRUCTURE
 from tests.frontends.http.builders import House
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "http.md").read_text(encoding="utf-8")

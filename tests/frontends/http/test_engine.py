@@ -16,7 +16,7 @@ import pytest
 
 from frontends.http.app import make_app, make_service
 from frontends.http.state import HttpState
-from inferengine.core.step_plan import StepPlan
+from inferengine.core.executor import StepPlan
 from inferengine.engine.core import StepFailed
 from inferengine.engine.service import EngineService
 from inferengine.observability.logging import JsonFormatter

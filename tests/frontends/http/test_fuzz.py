@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from frontends.http.openai.request_fields import REFUSED, SAMPLING, STRUCTURE
+from frontends.http.bodies import REFUSED, SAMPLING, STRUCTURE
 from tests.frontends.http.builders import House, events
 
 VALUES = st.recursive(

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from frontends.http.app import ROUTES
-from frontends.http.routes.index import chat_address
+from frontends.http.routes.pages import chat_address
 from inferengine.config import Config
 from tests.frontends.http.builders import House
 

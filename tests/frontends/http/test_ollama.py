@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from frontends.http.answers import ANSWERS, LINES
 from frontends.http.ollama import OLLAMA_VERSION
+from frontends.http.openapi import ANSWERS, LINES
 from inferengine.sampling_params import SamplingParams, from_map
 from inferengine.wire.messages import Submit
 from tests.frontends.http.builders import TOKENIZER, House, house, ids, says

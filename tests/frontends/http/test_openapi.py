@@ -18,10 +18,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from frontends.http.answers import ANSWERS, EVENTS, MESSAGE_EVENTS, RESPONSE_EVENTS
 from frontends.http.app import ROUTES
-from frontends.http.openai.request_fields import REFUSED, SAMPLING, STRUCTURE
-from frontends.http.openapi import CLOSED, EXAMPLES, Field, bodies, body_schema, describe
+from frontends.http.bodies import REFUSED, SAMPLING, STRUCTURE
+from frontends.http.openapi import (
+    ANSWERS,
+    CLOSED,
+    EVENTS,
+    EXAMPLES,
+    MESSAGE_EVENTS,
+    RESPONSE_EVENTS,
+    Field,
+    bodies,
+    body_schema,
+    describe,
+)
 from inferengine.config import LimitsConfig
 from tests.frontends.http.builders import House, house, says
 from tests.frontends.http.test_tools import CITY, THOUGHT, TWO_CALLS, writes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inferengine.client.output import TokenLogprobs
+from inferengine.client.requests import TokenLogprobs
 from inferengine.simulation.simulated_executor import simulated_embedding
 from inferengine.text import Tokenizer
 from inferengine.wire.messages import Submit

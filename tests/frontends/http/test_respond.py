@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from frontends.common.event_loop import Coalescer
 from frontends.common.generation import Choice, Piece
+from frontends.common.server import Coalescer
 from frontends.http.respond import KeepAlive, Relay
 from inferengine.client import Stream
-from inferengine.client.output import Finish, OutputCollector
+from inferengine.client.requests import Finish, OutputCollector
 from inferengine.text import TextStream
 from tests.frontends.http.builders import TOKENIZER, ids
 

@@ -150,6 +150,7 @@ def test_a_restarted_engine_is_served_from_by_the_same_front_end() -> None:
             reader.join(20)
         assert len(ended) == 5
         assert all(event["error"]["code"] in ("draining", "engine_unavailable", "engine_restarted") for event in ended)
+        wait_until(lambda: http.get("/ready").status_code == 503)
         assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
         stack.enter_context(run_service(wire={"socket": engine.config.wire.socket}, step_s=0.001))
         wait_until(lambda: http.get("/ready").status_code == 200)

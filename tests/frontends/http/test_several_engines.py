@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from frontends.common.engine_stats import together
 from inferengine.config import Config
 from tests.frontends.http.builders import FrontEnd, says, wait_until
 from tests.frontends.scripted_engine import ScriptedEngine
@@ -68,4 +69,40 @@ def test_figures_tell_them_apart(pair: Pair) -> None:
     for name in ("one", "two"):
         assert f'vllm:num_requests_running{{engine="{name}",model_name="tiny"}} 1.0' in text
     assert "inferengine_engines_connected 2.0" in text
-    assert len(pair.http.get("/stats").json()["engines"]) == 2
+    figures = pair.http.get("/stats").json()
+    assert figures["running_requests"] == 2
+    assert [one["engine"] for one in figures["engines"].values()] == ["one", "two"]
+
+
+def test_figures_of_all_are_sums_weighted_means_and_the_worst() -> None:
+    """`figures` of one engine that has worked and of one that has not."""
+    busy = {
+        "state": "READY",
+        "engine": "one",
+        "output_tokens": 30,
+        "speculation": {"drafted": 10, "acceptance_rate": 0.5, "accepted_by_position": {"0": 5}},
+        "percentiles": {"latency": {"p50": 0.2}},
+        "histograms": {"seconds": {"buckets": [1.0, 2.0], "counts": [1, 0, 2], "sum": 9.5, "count": 3}},
+        "roofline": {"steps": {"decode": 4}, "peak_source": "measured"},
+        "roofline_share": {"decode": 0.5},
+    }
+    idle = {
+        "state": "STARTING",
+        "engine": "two",
+        "output_tokens": 0,
+        "speculation": {"drafted": 0, "acceptance_rate": 0.0, "accepted_by_position": {"1": 1}},
+        "percentiles": {"latency": {}},
+        "histograms": {"seconds": {"buckets": [1.0, 2.0], "counts": [0, 1, 1], "sum": 5.0, "count": 2}},
+        "roofline": {"steps": {"decode": 2, "mixed": 1}, "peak_source": "measured"},
+        "roofline_share": {"decode": 0.3},
+    }
+    assert together([idle, busy]) == {
+        "state": "READY",
+        "engine": "two",
+        "output_tokens": 30,
+        "speculation": {"drafted": 10, "acceptance_rate": 0.5, "accepted_by_position": {"0": 5, "1": 1}},
+        "percentiles": {"latency": {"p50": 0.2}},
+        "histograms": {"seconds": {"buckets": [1.0, 2.0], "counts": [1, 1, 3], "sum": 14.5, "count": 5}},
+        "roofline": {"steps": {"decode": 6, "mixed": 1}, "peak_source": "measured"},
+        "roofline_share": {"decode": 0.4},
+    }

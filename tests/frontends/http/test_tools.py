@@ -10,9 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from inferengine.text.tool_parsers import MAX_CALLS
-from inferengine.wire.codec import to_u32
-from inferengine.wire.messages import Submit
+from inferengine.text.output_parser import MAX_CALLS
+from inferengine.wire.messages import Submit, to_u32
 from tests.frontends.http.builders import TOKENIZER, House, house, ids, says
 from tests.frontends.http.embedded import Embedded
 from tests.frontends.scripted_engine import MAX_MODEL_LEN, Script

@@ -18,11 +18,11 @@ from websockets.sync.client import ClientConnection, connect
 
 from frontends.common.server import Server as AcceptingServer
 from frontends.websocket.app import SOCKET_PATH, WebsocketFrontEnd
-from frontends.websocket.codec import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL
+from frontends.websocket.channel import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL
 from frontends.websocket.process import server_config
 from inferengine.config import Config
 from inferengine.text import Tokenizer
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import Submit
 from tests.frontends.scripted_engine import EOS, Script, ScriptedEngine, model_info
 from tests.text.vocabularies import byte_level, sentencepiece
@@ -51,7 +51,7 @@ def make_engine(folder: Path, text: Callable[[str, int], str] | None = None, **o
     tokenizer = Tokenizer.from_files(files)
 
     def script(submit: Submit, choice: int) -> Script:
-        prompt = tokenizer.decode(list(codec.from_u32(submit.prompt or b"")), True)
+        prompt = tokenizer.decode(list(messages.from_u32(submit.prompt or b"")), True)
         answer = ANSWER if text is None else text(prompt, choice)
         token_ids = [*tokenizer.encode(answer, False), EOS]
         planned = token_ids[: submit.params.get("max_tokens")]

@@ -7,7 +7,7 @@ import json
 import msgpack
 import pytest
 
-from frontends.websocket.codec import JsonCodec, MsgpackCodec, choose_codec
+from frontends.websocket.channel import JsonCodec, MsgpackCodec, choose_codec
 
 DELTA = {"type": "delta", "id": "r1", "choice": 0, "cursor": 7, "text": 'a "b"\n\u2028🎉'}
 GOLDEN = [

@@ -9,7 +9,7 @@ from websockets.sync.client import connect
 
 from frontends.common.auth import entry, new_key
 from frontends.websocket.app import SOCKET_PATH
-from frontends.websocket.codec import JSON_SUBPROTOCOL
+from frontends.websocket.channel import JSON_SUBPROTOCOL
 from tests.engine.builders import address_of, check_idle, run_service
 from tests.frontends.websocket.builders import Socket, open_socket, serving, wait_until
 

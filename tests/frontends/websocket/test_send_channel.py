@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from frontends.websocket.codec import JsonCodec
-from frontends.websocket.send_channel import SendChannel
+from frontends.websocket.channel import JsonCodec, SendChannel
 from inferengine.errors import InvalidRequest
 
 

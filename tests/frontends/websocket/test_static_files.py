@@ -9,10 +9,10 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from frontends.common.hosts import read_names
+from frontends.common.auth import read_names
+from frontends.websocket.app import CLIENT, FOLDER
+from frontends.websocket.connection import may_connect, read_origins
 from frontends.websocket.frames import GenerateFrame
-from frontends.websocket.handshake import may_connect, read_origins
-from frontends.websocket.static_files import CLIENT, FOLDER
 from tests.frontends.websocket.builders import make_engine, open_socket, serving
 
 OWN = [path for path in sorted(FOLDER.rglob("*")) if path.is_file() and FOLDER / "vendor" not in path.parents]

@@ -26,11 +26,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message
 
-from frontends.common.auth import ANYBODY, ApiKey, KeyRing
+from frontends.common.auth import ANYBODY, ApiKey, KeyRing, Quotas
 from frontends.common.errors import error_object, report, unexpected
 from frontends.common.json import dumps, parse
-from frontends.common.quotas import Quotas
-from frontends.http.batches.batch_store import (
+from frontends.http.openai.batch_store import (
     MAX_STARTS,
     BatchStore,
     Line,
