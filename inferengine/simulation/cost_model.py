@@ -18,6 +18,13 @@ padded to.
 With two steps in flight the host works while the device does (`HostCost`): its time counts where it is the longer one.
 Without, it is part of every step's time and HostCost is nothing.
 
+Of a model that N devices share (`divided`) a step takes
+
+    t_N = undivided + (t - undivided) / N + sums * all_reduce(N, tokens * row)
+
+`ALL_REDUCE_S` is measured; `Exchange` says how many sums a step has, how long a token's row is, and which part of a
+step's time every rank spends for itself: norms, draws, and what lies between kernels.
+
 The coefficients come from measured steps (fitting.py, benchmarks/calibrate.py), or from a model's shapes and a device's
 ceilings (`analytic`) where nothing has been measured yet.
 """
@@ -28,13 +35,12 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inferengine.core.executor import Capacity, KVGroup
-from inferengine.core.step_plan import StepPlan
+from inferengine.core.executor import Capacity, KVGroup, StepPlan
 from inferengine.errors import ConfigError
 
 COSTS_FOLDER = Path(__file__).parent / "costs"
@@ -213,6 +219,34 @@ def linear_cost(
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """What the ranks of a divided model exchange in a step: `sums` sums of a row of `row_bytes` for each token.
+    `undivided_s`: seconds of a step that no rank takes from another."""
+
+    sums: int
+    row_bytes: int
+    undivided_s: float
+
+
+# Seconds of a sum over so many devices, with the residual add and norm after it, by bytes. Two H200s over NVLink, rows
+# of 4,096 in bf16, in CUDA graphs (python -m benchmarks.tensor_parallel --sums OUT.json).
+ALL_REDUCE_S: Mapping[int, Curve] = {
+    2: (
+        (8 << 10, 3.1e-6),
+        (32 << 10, 3.2e-6),
+        (128 << 10, 3.9e-6),
+        (256 << 10, 4.4e-6),
+        (512 << 10, 5.9e-6),
+        (1 << 20, 8.5e-6),
+        (2 << 20, 13.5e-6),
+        (4 << 20, 18.9e-6),
+        (16 << 20, 56.9e-6),
+        (64 << 20, 195.8e-6),
+    ),
+}
+
+
+@dataclass(frozen=True)
 class DeviceProfile:
     """A cost model with the capacity that it was measured at, and how: what a simulation starts from."""
 
@@ -225,6 +259,7 @@ class DeviceProfile:
     max_model_len: int = 8192
     max_in_flight: int = 1
     source: Mapping[str, Any] = field(default_factory=dict)  # machine, model, date, error of the fit
+    exchange: Exchange | None = None  # None: `divided` cannot tell
 
     def capacity(self, **changes: int) -> Capacity:
         """Return the capacity that the scheduler plans with. `changes`: any of this profile's sizes; 0 keeps it."""
@@ -239,10 +274,48 @@ class DeviceProfile:
             prefill_token_s=self.cost.prompt_token_s,
         )
 
+    def divided(self, ranks: int) -> DeviceProfile:
+        """Return the profile of `ranks` such devices that share the model: its steps, and as many times the KV blocks,
+        of each of which a rank holds its part. Raises ConfigError where that was not measured."""
+        if ranks == 1:
+            return self
+        if ranks not in ALL_REDUCE_S:
+            known = ", ".join(map(str, ALL_REDUCE_S))
+            raise ConfigError("--tensor-parallel", f"sums were measured over {known} devices, not over {ranks}")
+        if self.exchange is None:
+            raise ConfigError(
+                "--tensor-parallel", f"{self.name} does not say what ranks exchange: it has no `exchange`"
+            )
+        cost, exchange = self.cost, self.exchange
+        launched = None if cost.launched is None else _divided(cost.launched, ranks, exchange)
+        decodes, prompts = (_divided(kind, ranks, exchange) for kind in (cost.decodes, cost.prompts))
+        return replace(
+            self,
+            name=f"{self.name}, divided among {ranks}",
+            cost=replace(cost, decodes=decodes, prompts=prompts, launched=launched),
+            num_blocks=self.num_blocks * ranks,
+        )
+
     def save(self, path: Path) -> None:
         """Write the profile as JSON, lists of numbers on one line."""
         text = json.dumps(asdict(self), indent=1)
         path.write_text(_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
+
+
+def _divided(kind: KindCost, ranks: int, exchange: Exchange) -> KindCost:
+    """The cost of a kind of steps on each of `ranks` devices."""
+    sums = ALL_REDUCE_S[ranks]
+    places = sorted({tokens for tokens, _ in kind.curve} | {size / exchange.row_bytes for size, _ in sums})
+    own, each = exchange.undivided_s, 1.0 / ranks
+    curve = tuple(
+        (
+            place,
+            own + (kind.at(place) - own) * each + exchange.sums * _height(sums, place * exchange.row_bytes),
+        )
+        for place in places
+    )
+    kv_token_s = tuple((decodes, seconds * each) for decodes, seconds in kind.kv_token_s)
+    return replace(kind, curve=curve, kv_token_s=kv_token_s, pair_s=kind.pair_s * each)
 
 
 _NUMBERS = re.compile(r"\[[\s\d.,e+-]*\]")
@@ -258,6 +331,8 @@ def load_profile(name: str) -> DeviceProfile:
         known = {item.name for item in fields(DeviceProfile)}
         if unknown := set(document) - known:
             raise ConfigError("--cost", f"{path.name} has unknown keys: {', '.join(sorted(unknown))}")
+        if exchange := document.pop("exchange", None):
+            document["exchange"] = Exchange(**exchange)
         return DeviceProfile(cost=cost, **document)
     except FileNotFoundError:
         names = ", ".join(profile_names()) or "none"

@@ -10,8 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from inferengine.core.executor import Capacity, KVGroup, Progress
-from inferengine.core.step_plan import PooledRow, StepPlan, StepResult
+from inferengine.core.executor import Capacity, KVGroup, PooledRow, Progress, StepPlan, StepResult
 from inferengine.vectors import to_bytes
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from inferengine.core.executor import Capacity, Progress
-from inferengine.core.scheduler.admission import AdmissionLimits, admit, resolve_max_tokens
+from inferengine.core.executor import Capacity, Progress, StepPlan, StepResult
+from inferengine.core.scheduler.queues import AdmissionLimits, admit, resolve_max_tokens
 from inferengine.core.scheduler.scheduler import SchedulerOptions, StepOutput
 from inferengine.core.sequence import Request
-from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import EngineCore
 from inferengine.simulation.cost_model import HostTime, StepShape, shape_of
 

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from inferengine.core.scheduler.admission import AdmissionLimits
+from inferengine.core.scheduler.queues import AdmissionLimits
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.simulation.cost_model import CostModel, DeviceProfile, linear_cost
 from inferengine.simulation.fleet import Fleet

@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inferengine.core.step_plan import StepPlan
+from inferengine.core.executor import StepPlan
 from inferengine.errors import ConfigError
 from inferengine.simulation.cost_model import (
+    ALL_REDUCE_S,
     CapturedSteps,
     CostModel,
     DeviceCeilings,
     DeviceProfile,
+    Exchange,
     HostCost,
     KindCost,
     StepShape,
@@ -216,9 +218,42 @@ def test_a_config_without_a_shape_is_refused_by_the_missing_key() -> None:
         shape_from_config({name: value for name, value in LLAMA.items() if name != "vocab_size"})
 
 
+def test_ranks_share_a_step_but_for_its_undivided_part_and_what_they_exchange() -> None:
+    """65 sums of a row of 8 KiB for each token; the parts that grow with context and pairs are divided."""
+    profile = DeviceProfile("x", TRUTH, num_blocks=50, exchange=Exchange(sums=65, row_bytes=8192, undivided_s=4e-4))
+    two = profile.divided(2)
+    sums = dict(ALL_REDUCE_S[2])
+    one_s, two_s = (each.cost.seconds(StepShape(128, 128, 128, 1000, 0.0)) for each in (profile, two))
+    assert two_s == pytest.approx(4e-4 + (one_s - 4e-4) / 2 + 65 * sums[1 << 20])
+    one_s, two_s = (each.cost.seconds(StepShape(8192, 0, 0, 0, 1e6)) for each in (profile, two))
+    assert two_s == pytest.approx(4e-4 + (one_s - 4e-4) / 2 + 65 * sums[64 << 20]), "beyond the curve's last point too"
+    assert two.num_blocks == 100, "each holds half of every block"
+    assert profile.divided(1) == profile
+
+
+@pytest.mark.parametrize(
+    ("rows", "measured_ms"), [(1, (3.83, 2.37)), (16, (4.30, 2.84)), (64, (4.84, 3.28)), (128, (5.95, 4.11))]
+)
+def test_a_measured_profile_foretells_what_two_cards_were_measured_to_do(
+    rows: int, measured_ms: tuple[float, float]
+) -> None:
+    """docs/executor.md; contexts of 100 to 196 tokens."""
+    profile, shape = load_profile("h200-llama-3.1-8b"), StepShape(rows, rows, rows, 148 * rows, 0.0)
+    found = [1e3 * profile.divided(ranks).cost.seconds(shape) for ranks in (1, 2)]
+    assert found == pytest.approx(measured_ms, rel=0.12)
+
+
+def test_what_was_not_measured_is_not_divided() -> None:
+    with pytest.raises(ConfigError, match="not over 4"):
+        load_profile("h200-llama-3.1-8b").divided(4)
+    with pytest.raises(ConfigError, match="exchange"):
+        DeviceProfile("x", TRUTH).divided(2)
+
+
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     cost = replace(TRUTH, launched=TRUTH.prompts, host=HostCost(1e-3, 1e-6, 6e-3), graphs=GRAPHS)
-    profile = DeviceProfile("x", cost, num_blocks=99, max_in_flight=2, source={"machine": "y"})
+    exchange = Exchange(3, 1024, 1e-4)
+    profile = DeviceProfile("x", cost, num_blocks=99, max_in_flight=2, source={"machine": "y"}, exchange=exchange)
     profile.save(tmp_path / "x.json")
     assert load_profile(str(tmp_path / "x.json")) == profile
 

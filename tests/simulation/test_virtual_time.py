@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from inferengine.core.executor import StepPlan, StepResult
 from inferengine.core.sequence import Request
-from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.cost_model import linear_cost, shape_of
