@@ -15,7 +15,7 @@ from inferengine.core.constraints import Grammar
 from inferengine.core.executor import Capacity, Executor
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Request
-from inferengine.core.speculation.proposers import Proposer
+from inferengine.core.speculation import Proposer
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec

@@ -20,9 +20,8 @@ import torch
 
 from benchmarks.shapes import SHAPES
 from inferengine.config import load
-from inferengine.core.executor import Capacity, Executor, Progress, StepFuture
+from inferengine.core.executor import Capacity, Executor, Progress, StepFuture, StepPlan, StepResult
 from inferengine.core.scheduler.scheduler import SchedulerOptions, StepOutput
-from inferengine.core.step_plan import StepPlan, StepResult
 from inferengine.engine.core import EngineCore
 from inferengine.executor.torch_executor import build_executor
 from inferengine.simulation.cost_model import CapturedSteps, StepShape, shape_of

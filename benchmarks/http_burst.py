@@ -31,7 +31,7 @@ from inferengine.bench.gpu_trace import GpuTrace
 from inferengine.bench.load_generator import Reply, run
 from inferengine.bench.load_options import LoadOptions, request_bodies
 from inferengine.config import Config
-from inferengine.core.step_plan import StepPlan
+from inferengine.core.executor import StepPlan
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.service import EngineService
 from inferengine.simulation.cost_model import CostModel, DeviceProfile, linear_cost, load_profile, shape_of

@@ -38,8 +38,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from inferengine.bench.environment import write_result
 from inferengine.text import fingerprint
-from inferengine.wire import codec, sockets
-from inferengine.wire.flow_control import CreditWindow
+from inferengine.wire import messages, sockets
 from inferengine.wire.messages import (
     READY,
     Accept,
@@ -47,6 +46,7 @@ from inferengine.wire.messages import (
     AdminReply,
     Cancel,
     Credit,
+    CreditWindow,
     Done,
     Hello,
     Model,
@@ -121,7 +121,7 @@ class Peer:
 
     def _receive(self, frames: list[bytes]) -> None:
         peer, *rest = frames
-        message = codec.decode(rest)
+        message = messages.decode(rest)
         if isinstance(message, Hello):
             self._subscribers[peer] = Subscriber()
             self._send(peer, Welcome("relay", EPOCH, READY, model=self._info, window=64, resumed=None))
@@ -170,7 +170,7 @@ class Peer:
             del subscriber.streams[row.stream]
 
     def _send(self, peer: bytes, message: Any) -> None:
-        self._router.send_multipart([peer, *codec.encode(message)])
+        self._router.send_multipart([peer, *messages.encode(message)])
 
 
 class Counter(asyncio.Protocol):

@@ -28,7 +28,7 @@ from inferengine.kernels.cuda.attention.prefill import prefill_attention
 from inferengine.kernels.cuda.sampling import sample
 from inferengine.kernels.cuda.split_k import Scratch
 from inferengine.kernels.cuda.table import CudaKernels
-from inferengine.kernels.reference.sampling import FILTER, RANDOM
+from inferengine.kernels.reference.ops import FILTER, RANDOM
 
 READ_BYTES_PER_S = 4.45e12
 OPERATIONS_PER_S = 696e12

@@ -16,19 +16,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.device import Clock, add_model_arguments, open_executor, raise_failure, switched
+from inferengine.bench import plots
 from inferengine.bench.environment import write_result
+from inferengine.bench.load_options import WORKLOADS, Sizes
 from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor, KVGroup
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Request
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
-from inferengine.simulation import plots
 from inferengine.simulation.report import RunRecorder, percentile, weighted_percentiles
 
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -65,36 +67,6 @@ def make_rungs(on_cuda: bool) -> list[Rung]:
     return rungs
 
 
-class Item(NamedTuple):
-    """One request of a workload; all come at once."""
-
-    prompt_ids: list[int]
-    num_output: int
-
-
-class Workload(NamedTuple):
-    """What makes one optimisation matter, and the figure that shows it."""
-
-    name: str
-    shows: str
-    unit: str
-    figure: Callable[[RunRecorder, float], float]
-    make: Callable[[random.Random, Sizes], list[Item]]
-    num_blocks: Callable[[Capacity, Sizes], int] | None = None  # fewer than the device has
-    higher_is_better: bool = True
-
-
-class Sizes(NamedTuple):
-    """How large the workloads are: a card takes more than two CPU cores."""
-
-    batch: int
-    prompt: int
-    output: int
-    long_prompt: int
-    max_len: int  # what a contiguous cache reserves for each sequence
-    vocab: int
-
-
 def tokens_per_s(recorder: RunRecorder, seconds: float) -> float:
     return recorder.num_output_tokens / seconds
 
@@ -107,83 +79,50 @@ def first_token_ms(recorder: RunRecorder, seconds: float) -> float:
     return 1e3 * percentile(sorted(recorder.first_token_s), 0.5)
 
 
-def _baseline(rng: random.Random, sizes: Sizes) -> list[Item]:
-    """Equal requests that fit at once: no switch should cost anything here."""
-    return [Item(_ids(rng, sizes, sizes.prompt), sizes.output) for _ in range(max(2, sizes.batch // 4))]
+# What a workload's figure is of a run in this process.
+FIGURES: dict[tuple[str, ...], Callable[[RunRecorder, float], float]] = {
+    ("output_tokens_per_s",): tokens_per_s,
+    ("itl_ms", "p99"): slowest_interval_ms,
+    ("ttft_ms", "p50"): first_token_ms,
+}
+LONGEST_IN_POOL = 4  # paged_attention's pool holds so many of the longest length: reserving it leaves room for four
 
 
-def _continuous(rng: random.Random, sizes: Sizes) -> list[Item]:
-    """Three batches' worth, one long output among seven short ones: a static batch waits for its longest."""
-    outputs = [sizes.output * 2 if i % 8 == 0 else max(4, sizes.output // 8) for i in range(3 * sizes.batch)]
-    return [Item(_ids(rng, sizes, sizes.prompt // 4), count) for count in outputs]
-
-
-def _paged(rng: random.Random, sizes: Sizes) -> list[Item]:
-    """Short requests, and a pool for four of the longest length: reserving it leaves room for four."""
-    return [Item(_ids(rng, sizes, sizes.prompt // 4), sizes.output // 2) for _ in range(2 * sizes.batch)]
-
-
-def _chunked(rng: random.Random, sizes: Sizes) -> list[Item]:
-    """Streams that run while long prompts come in: how long must they wait for their next token? Enough prompts that
-    the steps that hold them are more than one in a hundred."""
-    streams = [Item(_ids(rng, sizes, 16), 3 * sizes.output) for _ in range(max(2, sizes.batch // 4))]
-    return streams + [Item(_ids(rng, sizes, sizes.long_prompt), 2) for _ in range(max(4, sizes.batch // 2))]
-
-
-def _prefix(rng: random.Random, sizes: Sizes) -> list[Item]:
-    """Everybody sends the same long instructions and a short question."""
-    shared = _ids(rng, sizes, sizes.long_prompt)
-    return [Item(shared + _ids(rng, sizes, 24), max(4, sizes.output // 8)) for _ in range(3 * sizes.batch)]
-
-
-def _ids(rng: random.Random, sizes: Sizes, count: int) -> list[int]:
-    return [rng.randrange(sizes.vocab) for _ in range(max(1, count))]
-
-
-WORKLOADS = (
-    Workload("baseline", "nothing", "tok/s", tokens_per_s, _baseline),
-    Workload("continuous_batching", "continuous", "tok/s", tokens_per_s, _continuous),
-    Workload(
-        "paged_attention", "paged", "tok/s", tokens_per_s, _paged,
-        num_blocks=lambda capacity, sizes: -(-4 * sizes.max_len // capacity.block_size),
-    ),
-    Workload(
-        "chunked_prefill", "chunked", "ms between tokens, p99", slowest_interval_ms, _chunked, higher_is_better=False
-    ),
-    Workload("prefix_caching", "prefix", "ms to first token, p50", first_token_ms, _prefix, higher_is_better=False),
-)  # fmt: skip
-
-
-def sizes_for(capacity: Capacity, on_cuda: bool) -> Sizes:
-    longest = min(capacity.max_model_len, 8192 if on_cuda else 1024)
+def sizes_for(on_cuda: bool, max_len: int) -> Sizes:
     if on_cuda:
-        return Sizes(32, 512, 64, min(2048, longest // 2), longest, capacity.vocab_size)
-    return Sizes(8, 96, 32, min(448, longest // 2), longest, capacity.vocab_size)
+        return Sizes(32, 512, 64, min(2048, max_len // 2), 8)
+    return Sizes(8, 96, 32, min(448, max_len // 2), 4)
+
+
+def longest_for(capacity: Capacity, on_cuda: bool) -> int:
+    """What a contiguous cache reserves for each sequence."""
+    return min(capacity.max_model_len, 8192 if on_cuda else 1024)
 
 
 def measure(
-    executor: Executor, capacity: Capacity, rung: Rung, workload: Workload, sizes: Sizes, clock: Clock, seed: int
+    executor: Executor, capacity: Capacity, rung: Rung, name: str, sizes: Sizes, clock: Clock, seed: int, max_len: int
 ) -> float:
-    """The workload's figure on this rung."""
+    """The figure of a workload on this rung."""
+    workload = WORKLOADS[name]
     blocks = capacity.groups[0].num_blocks
-    if workload.num_blocks is not None:
-        blocks = min(blocks, workload.num_blocks(capacity, sizes))
-    pool = capacity._replace(
-        groups=[KVGroup(blocks, *group[1:]) for group in capacity.groups], max_model_len=sizes.max_len
-    )
+    if name == "paged_attention":
+        blocks = min(blocks, -(-LONGEST_IN_POOL * max_len // capacity.block_size))
+    pool = capacity._replace(groups=[KVGroup(blocks, *group[1:]) for group in capacity.groups], max_model_len=max_len)
     core = EngineCore(
         executor, pool, SchedulerOptions(capacity.max_num_batched_tokens, sizes.batch, **rung.options), clock=clock.now,
         on_failure=raise_failure,
     )  # fmt: skip
-    items = workload.make(random.Random(seed), sizes)
+    items, generator = workload.items(sizes), random.Random(seed)
+    draw = partial(generator.randrange, capacity.vocab_size)
+    shared = [draw() for _ in range(max(item.shared for item in items))]
+    prompts = [shared[: item.shared] + [draw() for _ in range(item.num_prompt - item.shared)] for item in items]
     recorder = RunRecorder()
     intervals = recorder.intervals()
     begin = clock.now()
-    for uid, item in enumerate(items):
+    for uid, (item, prompt_ids) in enumerate(zip(items, prompts, strict=True)):
         core.submit(
             Request(
-                uid=uid, prompt_ids=item.prompt_ids, params=PARAMS, max_tokens=item.num_output,
-                arrival_s=begin,
+                uid=uid, prompt_ids=prompt_ids, params=PARAMS, max_tokens=item.num_output, arrival_s=begin,
             )
         )  # fmt: skip
     while core.has_work:
@@ -193,20 +132,20 @@ def measure(
             for row in output.finished:
                 recorder.finished(row)
     if recorder.reasons != {"length": len(items)}:
-        raise SystemExit(f"{workload.name} on {rung.name}: requests ended with {recorder.reasons}")
-    return workload.figure(recorder, clock.now() - begin)
+        raise SystemExit(f"{name} on {rung.name}: requests ended with {recorder.reasons}")
+    return FIGURES[workload.figure](recorder, clock.now() - begin)
 
 
 def table(rungs: Sequence[Rung], figures: dict[str, dict[str, float]]) -> str:
     """Rungs down, workloads across; the cell that a rung was made for is marked."""
     width = max(len(rung.name) for rung in rungs) + 2
-    lines = [" " * width + "".join(f"{item.name:>24}" for item in WORKLOADS)]
-    lines.append(" " * width + "".join(f"{item.unit:>24}" for item in WORKLOADS))
+    lines = [" " * width + "".join(f"{name:>24}" for name in WORKLOADS)]
+    lines.append(" " * width + "".join(f"{item.unit:>24}" for item in WORKLOADS.values()))
     for rung in rungs:
         cells = []
-        for item in WORKLOADS:
+        for name, item in WORKLOADS.items():
             mark = "*" if rung.name.endswith(item.shows) else " "
-            cells.append(f"{figures[item.name][rung.name]:>23,.1f}{mark}")
+            cells.append(f"{figures[name][rung.name]:>23,.1f}{mark}")
         lines.append(f"{rung.name:<{width}}" + "".join(cells))
     lines.append("* the rung that the workload was made for: " + ", ".join(_gains(rungs, figures)))
     return "\n".join(lines)
@@ -214,10 +153,10 @@ def table(rungs: Sequence[Rung], figures: dict[str, dict[str, float]]) -> str:
 
 def _gains(rungs: Sequence[Rung], figures: dict[str, dict[str, float]]) -> list[str]:
     gains = []
-    for item in WORKLOADS:
+    for name, item in WORKLOADS.items():
         for below, rung in pairwise(rungs):
             if rung.name.endswith(item.shows):
-                before, after = figures[item.name][below.name], figures[item.name][rung.name]
+                before, after = figures[name][below.name], figures[name][rung.name]
                 gain = after / before if item.higher_is_better else before / after
                 gains.append(f"{item.shows} {gain:.2f}x")
     return gains
@@ -228,11 +167,11 @@ def chart(rungs: Sequence[Rung], figures: dict[str, dict[str, float]]) -> str:
     bars = []
     for rung in rungs:
         ratios = []
-        for item in WORKLOADS:
-            base, value = figures[item.name][rungs[0].name], figures[item.name][rung.name]
+        for name, item in WORKLOADS.items():
+            base, value = figures[name][rungs[0].name], figures[name][rung.name]
             ratios.append(value / base if item.higher_is_better else base / value)
         bars.append(plots.Series(rung.name, [], ratios))
-    names = [item.name for item in WORKLOADS]
+    names = list(WORKLOADS)
     title = "What each optimisation gives (times better than static batches)"
     return plots.bar_chart(names, bars, title=title, y_label="times better", show_values=False)
 
@@ -254,7 +193,7 @@ def report(
             "environment": about,
             "time": time.strftime("%Y-%m-%d"),
             "sizes": sizes._asdict(),
-            "units": {item.name: item.unit for item in WORKLOADS},
+            "units": {name: item.unit for name, item in WORKLOADS.items()},
             "rungs": [rung._asdict() for rung in rungs],
             "figures": medians,
             "runs": runs,
@@ -272,20 +211,21 @@ def main() -> None:
     parser.add_argument("--svg", type=Path)
     arguments = parser.parse_args(rest)
     clock = Clock(arguments.clock)
-    runs: dict[str, dict[str, list[float]]] = {item.name: {} for item in WORKLOADS}
+    runs: dict[str, dict[str, list[float]]] = {name: {} for name in WORKLOADS}
     on_cuda = arguments.device == "cuda"
     rungs = make_rungs(on_cuda)
     engine = {"cuda_graphs": on_cuda, "overlap": "on" if on_cuda else "off"}
     with open_executor(arguments, flags, engine=engine) as (executor, capacity, about):
-        sizes = sizes_for(capacity, on_cuda)
+        max_len = longest_for(capacity, on_cuda)
+        sizes = sizes_for(on_cuda, max_len)
         for repeat in range(arguments.repeats + 1):  # 0 is the warm-up
             for rung in rungs:
-                for workload in WORKLOADS if repeat else WORKLOADS[:1]:
+                for name in list(WORKLOADS)[: None if repeat else 1]:
                     with switched(executor, graphs=rung.graphs, overlap=rung.overlap):
-                        value = measure(executor, capacity, rung, workload, sizes, clock, seed=repeat)
+                        value = measure(executor, capacity, rung, name, sizes, clock, repeat, max_len)
                     if repeat:
-                        runs[workload.name].setdefault(rung.name, []).append(value)
-                        print(f"{repeat} {rung.name:<14}{workload.name:<22}{value:>12,.1f} {workload.unit}", flush=True)
+                        runs[name].setdefault(rung.name, []).append(value)
+                        print(f"{repeat} {rung.name:<14}{name:<22}{value:>12,.1f} {WORKLOADS[name].unit}", flush=True)
             if repeat:
                 medians = report(rungs, runs, about, sizes, arguments.json)  # what is there, should it end early
     print(table(rungs, medians))

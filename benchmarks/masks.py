@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.structured import GRAMMARS
 from inferengine.bench.environment import write_result
-from inferengine.core.mask_threads import MaskThreads
+from inferengine.core.constraints import MaskThreads
 from inferengine.structured_output.compiler import GrammarCompiler
 from inferengine.structured_output.matcher import TokenMatcher
 from inferengine.structured_output.spec import GrammarSpec

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from inferengine.bench.environment import environment
 from inferengine.simulation.cost_model import CapturedSteps, CostModel, DeviceProfile, KindCost, StepShape
 from inferengine.simulation.fitting import Fit, fit
 
@@ -19,6 +20,7 @@ def save_steps(path: Path, profile: DeviceProfile, steps: Mapping[str, Sequence[
     about = asdict(profile)
     graphs = about.pop("cost")["graphs"]
     document = {
+        "environment": environment(),
         "profile": about,
         "graphs": graphs,
         "columns": StepShape._fields,

@@ -1,11 +1,15 @@
-"""EngineCore and TorchExecutor in one process, no sockets: what the engine itself costs.
+"""EngineCore and an executor in one process, no sockets: what the engine itself costs.
 
 python benchmarks/offline.py --shape llama-3.1-8b --batches 1 8 32 --prefill 16x4096 --mixed 512 [--json FILE]
+python benchmarks/offline.py --shape qwen3-30b-a3b --router-skew 0 1.0 --mixed 400 --mixed-in 128-384 --mixed-out 32-96
 python benchmarks/offline.py --model FOLDER --against transformers [--speculation.method none]
 
 Rows: `decode` (median ms per step at a steady batch), `prefill` (prompt tokens per second), `mixed` (requests of random
 lengths submitted at once: output tokens per second), `generate` (the same prompts to us and to transformers' generate,
 one after the other in this process: tokens per second and their ratio). `roofline` is the engine's own share.
+
+Random routers spread tokens evenly over experts, which trained ones do not: `--router-skew S` measures every row again
+with experts whose popularity falls about as 1 / rank ** S (`router` in its row).
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.device import Clock
 from benchmarks.shapes import SHAPES
@@ -34,12 +39,13 @@ from inferengine.bench.environment import write_result
 from inferengine.config import Config, load, parse_flags
 from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Request
-from inferengine.core.speculation.proposers import build_proposer, speculation_method
+from inferengine.core.speculation import build_proposer, speculation_method
 from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.model_info import read_model_card
 from inferengine.engine.options import scheduler_options
-from inferengine.executor.torch_executor import build_executor
+from inferengine.engine.process import build_executor
+from inferengine.layers.moe import MoeMLP
 from inferengine.sampling_params import SamplingParams
 from inferengine.text import ChatTemplate, Tokenizer
 
@@ -49,7 +55,8 @@ Row = dict[str, Any]
 class Bench:
     """A loaded engine and a counter of requests."""
 
-    def __init__(self, config: Config, clock: Clock | None = None) -> None:
+    def __init__(self, config: Config, clock: Clock | None = None, *, has_skew: bool = False) -> None:
+        """`has_skew`: routers get biases of zeros, which `skew_routers` may change later, graphs included."""
         self.config = config
         self.clock = clock or Clock("wall")
         self.num_threads = config.engine.threads or torch.get_num_threads()
@@ -57,6 +64,8 @@ class Bench:
         self.executor = build_executor(config)
         self.capacity = self.executor.load(lambda phase, share: None)
         self.load_s = time.perf_counter() - begin
+        if has_skew:
+            skew_routers(self.executor.model, 0.0)
         begin = time.perf_counter()
         self.executor.warm_up(lambda phase, share: None)
         self.warm_up_s = time.perf_counter() - begin
@@ -134,10 +143,14 @@ class Bench:
             "roofline": share(core, "prefill"),
         }  # fmt: skip
 
-    def mixed(self, count: int, inputs: tuple[int, int], outputs: tuple[int, int], temperature: float) -> Row:
-        """Requests of random lengths, all submitted at once."""
-        rng = random.Random(0)
-        lengths = [(rng.randint(*inputs), rng.randint(*outputs)) for _ in range(count)]
+    def mixed(
+        self, count: int, inputs: tuple[int, int], outputs: tuple[int, int], temperature: float, seed: int = 0
+    ) -> Row:
+        """Requests of random lengths, all submitted at once. All inputs are drawn before the outputs, as benchmarks of
+        other engines draw them."""
+        rng = random.Random(seed)
+        drawn = [rng.randint(*inputs) for _ in range(count)], [rng.randint(*outputs) for _ in range(count)]
+        lengths = list(zip(*drawn, strict=True))
         core = self.core()
         for prompt, output in lengths:
             self.submit(core, prompt, output, temperature)
@@ -146,7 +159,7 @@ class Bench:
         seconds = time.perf_counter() - begin
         total_in, total_out = sum(a for a, _ in lengths), sum(b for _, b in lengths)
         return {
-            "row": "mixed", "requests": count, "input_tokens": total_in, "output_tokens": total_out,
+            "row": "mixed", "requests": count, "seed": seed, "input_tokens": total_in, "output_tokens": total_out,
             "temperature": temperature, "seconds": round(seconds, 3),
             "output_tokens_per_s": round(total_out / seconds, 1), "preemptions": core.scheduler.stats.num_preemptions,
         }  # fmt: skip
@@ -158,6 +171,32 @@ class Bench:
         begin = self.clock.now()
         drain(core)
         return self.clock.now() - begin
+
+
+def skew_routers(model: nn.Module, exponent: float) -> Row:
+    """Bias every router's experts by -exponent * log(rank), ranks shuffled layer by layer. Returns how tokens of random
+    numbers spread over the first layer's experts: the busiest expert's share of the tokens, and how many different
+    experts 64 tokens take."""
+    generator = torch.Generator().manual_seed(5)
+    blocks = [module for module in model.modules() if isinstance(module, MoeMLP)]
+    for block in blocks:
+        router, count = block.router, block.config.num_experts
+        ranks = 1 + torch.randperm(count, generator=generator)
+        bias = torch.cat((-exponent * ranks.log(), torch.zeros(sum(router.parts) - count)))
+        if router.bias is None:
+            like = next(iter(model.parameters()))
+            router.bias = nn.Parameter(bias.to(like.device, like.dtype), requires_grad=False)
+        else:
+            router.bias.data.copy_(bias)
+    block = blocks[0]
+    device, dtype = block.router.bias.device, block.router.bias.dtype
+    x = torch.randn(4096, block.gate_up.in_features, generator=generator).to(device, dtype)
+    with torch.inference_mode():
+        scores = block.router(x)[:, : block.config.num_experts]
+    chosen = scores.float().topk(block.config.num_chosen, -1).indices
+    busiest = torch.bincount(chosen.flatten()).max().item() / len(x)
+    spread = [len(part.unique()) for part in chosen.split(64)]
+    return {"skew": exponent, "busiest_expert": round(busiest, 3), "experts_of_64": round(statistics.fmean(spread), 1)}
 
 
 def story_prompts(folder: Path) -> list[list[int]]:
@@ -282,6 +321,10 @@ def main() -> None:
     parser.add_argument("--mixed", type=int, default=0, metavar="REQUESTS")
     parser.add_argument("--mixed-in", default="128-1024", metavar="LOW-HIGH")
     parser.add_argument("--mixed-out", default="64-512", metavar="LOW-HIGH")
+    parser.add_argument("--mixed-seed", type=int, default=0, help="of the lengths")
+    parser.add_argument(
+        "--router-skew", type=float, nargs="*", default=[], help="measure a mixture of experts with each of these"
+    )
     parser.add_argument("--against", choices=["transformers"])
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: of one thread, with --against")
     parser.add_argument("--prompts", choices=["random", "stories"], default="random", help="with --against")
@@ -293,17 +336,19 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model or Path(scratch)
-        load_format = "auto"
+        values = {"path": str(folder)}
         if arguments.shape and arguments.against:
             _random_checkpoint(arguments.shape, folder)
         elif arguments.shape:
             (folder / "config.json").write_text(json.dumps(SHAPES[arguments.shape]))
-            load_format = "dummy"
-        config = load(flags=flags).with_values(model={"path": str(folder), "load_format": load_format})
-        bench = Bench(config, Clock(arguments.clock))
+            values["load_format"] = "dummy"
+        config = load(flags=flags).with_values(model=values)
+        bench = Bench(config, Clock(arguments.clock), has_skew=bool(arguments.router_skew))
         rows: list[Row] = []
+        router: Row = {}
 
         def report(row: Row) -> None:
+            row |= router
             rows.append(row)
             print(json.dumps(row), flush=True)
 
@@ -313,14 +358,16 @@ def main() -> None:
         if arguments.against:
             stories = arguments.prompts == "stories"
             rows += against_transformers(bench, folder, arguments.batches, *size, arguments.rounds, stories)
-        else:
-            for batch in arguments.batches:
+        for skew in arguments.router_skew or [None]:
+            if skew is not None:
+                router = {"router": skew_routers(bench.executor.model, skew)}
+            for batch in () if arguments.against else arguments.batches:
                 report(bench.decode(batch, *size, arguments.temperature))
-        for text in arguments.prefill:
-            report(bench.prefill(*_pair(text, "x")))
-        if arguments.mixed:
-            lengths = _pair(arguments.mixed_in, "-"), _pair(arguments.mixed_out, "-")
-            report(bench.mixed(arguments.mixed, *lengths, arguments.temperature))
+            for text in arguments.prefill:
+                report(bench.prefill(*_pair(text, "x")))
+            if arguments.mixed:
+                lengths = _pair(arguments.mixed_in, "-"), _pair(arguments.mixed_out, "-")
+                report(bench.mixed(arguments.mixed, *lengths, arguments.temperature, arguments.mixed_seed))
     if arguments.json:
         model = arguments.shape or arguments.model.name
         document = {"benchmark": "offline", "model": model, "environment": about, "rows": rows}

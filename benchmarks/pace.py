@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from benchmarks.device import Clock
-from inferengine.executor.cuda_graphs.warm_up import scratch_plan
-from inferengine.kernels.cpu.decode_kv_cache import DecodeKvCache
+from inferengine.executor.warm_up import scratch_plan
+from inferengine.kernels.cpu import DecodeKvCache
 from inferengine.simulation.cost_model import StepShape
 
 INTERVAL_S = 0.4

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compare
-from inferengine.simulation.plots import Series, bar_chart, line_chart
+from inferengine.bench import compare as compare_engines
+from inferengine.bench.plots import Series, bar_chart, line_chart
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "performance.md"
@@ -69,6 +70,7 @@ def draw_table(model: Document) -> str:
 # By name: the results, and what makes a table of them.
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "comparison": ("compare-h200.json", comparison),
+    "shapes": ("compare-shapes-h200.json", compare_engines.markdown),
     "steps-8b": ("kernels-h200.json", lambda results: step_table(results["models"]["llama-8b"])),
     "steps-0.6b": ("kernels-h200.json", lambda results: step_table(results["models"]["qwen-0.6b"])),
     "products-8b": ("kernels-h200.json", lambda results: product_table(results["models"]["llama-8b"])),

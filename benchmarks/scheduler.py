@@ -16,10 +16,9 @@ from array import array
 from pathlib import Path
 
 from inferengine.bench.environment import write_result
-from inferengine.core.executor import Capacity, KVGroup
+from inferengine.core.executor import Capacity, KVGroup, StepResult
 from inferengine.core.scheduler.scheduler import Scheduler, SchedulerOptions
 from inferengine.core.sequence import Request
-from inferengine.core.step_plan import StepResult
 from inferengine.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(ignore_eos=True)

@@ -62,6 +62,37 @@ GPT_OSS_20B = {
     "num_local_experts": 32, "num_experts_per_tok": 4, "attention_bias": True, "swiglu_limit": 7.0,
     "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
+QWEN2_5_0_5B = {
+    **QWEN2_5_7B, "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+LLAMA_3_2_1B = {
+    **LLAMA_3_1_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
+    "rope_scaling": {**LLAMA_3_1_8B["rope_scaling"], "factor": 32.0},  # type: ignore[dict-item]
+}  # fmt: skip
+PHI_3_MINI = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "vocab_size": 32064, "hidden_size": 3072,
+    "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": 2047, "tie_word_embeddings": False,
+    "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000, "torch_dtype": "bfloat16",
+}  # fmt: skip
+STABLELM_3B = {
+    "architectures": ["StableLmForCausalLM"], "model_type": "stablelm", "vocab_size": 50304, "hidden_size": 2560,
+    "intermediate_size": 6912, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "max_position_embeddings": 4096, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "rope_theta": 10000,
+    "use_qkv_bias": False, "tie_word_embeddings": False, "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 0,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+GEMMA_2_9B = {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 3584,
+    "intermediate_size": 14336, "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "sliding_window": 4096, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 SHAPES: dict[str, dict[str, Any]] = {
     "embedded": EMBEDDED,
@@ -72,4 +103,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": QWEN2_5_7B,
     "qwen3-14b": QWEN3_14B,
     "qwen3-32b": QWEN3_32B,
+    "qwen2.5-0.5b": QWEN2_5_0_5B,
+    "llama-3.2-1b": LLAMA_3_2_1B,
+    "phi-3-mini": PHI_3_MINI,
+    "stablelm-3b": STABLELM_3B,
+    "gemma-2-9b": GEMMA_2_9B,
 }

@@ -45,7 +45,7 @@ from benchmarks.pace import Pace, Yardstick, work_of, works_of
 from inferengine.bench.environment import write_result
 from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor
-from inferengine.core.scheduler.admission import AdmissionLimits
+from inferengine.core.scheduler.queues import AdmissionLimits
 from inferengine.core.sequence import Request
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams

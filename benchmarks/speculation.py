@@ -24,7 +24,7 @@ from benchmarks.contest import Contestant, Entrant, Job, Row, compete, figures, 
 from benchmarks.device import Clock, add_model_arguments, open_executor, plain_options
 from inferengine.bench.environment import write_result
 from inferengine.config import load, parse_flags
-from inferengine.core.speculation.proposers import PROPOSERS
+from inferengine.core.speculation import PROPOSERS
 from inferengine.engine.model_info import read_model_card
 from inferengine.sampling_params import SamplingParams
 from inferengine.text import ChatTemplate, Tokenizer

@@ -1,14 +1,15 @@
 """What relaying to another server costs: the latency that `engine.executor = upstream` adds to a token, and tokens per
 second beside those of the same server asked directly.
 
-python -m benchmarks.upstream [--streams 8] [--rate 40] [--events 200] [--rounds 3] [--json FILE]
+python -m benchmarks.upstream [--streams 8] [--rate 40] [--events 200] [--rounds 3] [--cores 0 1] [--json FILE]
 
 *Latency*: a server in a process of its own writes its clock into each event, at a steady rate; the client, which asks
 it directly and through the engine and its HTTP front end in turn, compares that with its own clock. What is added is
 all of it: the engine, the wire, the front end, their sockets.
 
-*Throughput*: our own HTTP front end with the embedded model computes, asked directly and through a second service in
-turn. On a machine whose cores the model fills, the relay takes its processor time from the model.
+*Throughput*: our own HTTP front end with the embedded model computes, asked directly, directly for token ids as the
+relay asks, and through a second service, in turn. On a machine whose cores the model fills, the relay takes its
+processor time from the model: `--cores` gives the upstream a core of its own, and the relay and the client another.
 """
 
 from __future__ import annotations
@@ -72,14 +73,15 @@ async def serve_clock(port: int) -> None:
 
 
 @contextmanager
-def process(command: list[str], folder: str, name: str, **environment: str) -> Iterator[Path]:
-    """A child process with a log; ended by SIGTERM."""
+def process(command: list[str], folder: str, name: str, core: int | None = None, **environment: str) -> Iterator[Path]:
+    """A child process with a log, on one core where that is given; ended by SIGTERM."""
     log = Path(folder) / f"{name}.log"
     runtime = Path(folder) / name
     runtime.mkdir(mode=0o700)
+    bound = [] if core is None else ["taskset", "--cpu-list", str(core)]
     with log.open("wb") as file:
         child = subprocess.Popen(
-            [sys.executable, "-m", *command],
+            [*bound, sys.executable, "-m", *command],
             stdout=file,
             stderr=file,
             stdin=subprocess.DEVNULL,
@@ -93,10 +95,10 @@ def process(command: list[str], folder: str, name: str, **environment: str) -> I
 
 
 @contextmanager
-def service(folder: str, name: str, *flags: str) -> Iterator[str]:
+def service(folder: str, name: str, *flags: str, core: int | None = None) -> Iterator[str]:
     """`inferengine up`; its HTTP address."""
     command = ["inferengine.cli", "up", "--http.port", "0", "--ws.port", "0", *flags]
-    with process(command, folder, name) as log:
+    with process(command, folder, name, core) as log:
         end = time.monotonic() + START_S
         while not ((text := log.read_text()) and "Ready after" in text and "curl" in text):
             if time.monotonic() > end:
@@ -147,18 +149,18 @@ async def measure_latency(urls: dict[str, str], streams: int, rounds: int) -> di
     return found
 
 
-async def measure_throughput(urls: dict[str, str], streams: int, rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of each round, by way, the ways in turn."""
+async def measure_throughput(urls: dict[str, str], streams: int, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of each round of `tokens` for each stream, by way, the ways in turn."""
     found: dict[str, list[float]] = {name: [] for name in urls}
-    common = {"max_tokens": 128, "ignore_eos": True, "temperature": 0}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         for number in range(rounds + 1):
             for name, url in urls.items():
                 begin = time.monotonic()
+                common = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": "ids" in name}
                 bodies = [{"prompt": PROMPTS[index % len(PROMPTS)], **common} for index in range(streams)]
                 await asyncio.gather(*(read(session, url, body) for body in bodies))
                 if number:  # the first round warms both
-                    found[name].append(streams * 128 / (time.monotonic() - begin))
+                    found[name].append(streams * tokens / (time.monotonic() - begin))
     return found
 
 
@@ -174,7 +176,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rate", type=float, default=40.0, help="events per second of each stream")
     parser.add_argument("--events", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=512, help="of each stream when throughput is measured")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--cores", type=int, nargs=2, metavar="N", help="the upstream's core, and that of the relay and the client"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve-clock", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -182,20 +188,31 @@ def main() -> None:
         asyncio.run(serve_clock(arguments.serve_clock))
         return
     relaying = ("--engine.executor", "upstream", "--upstream.url")
+    theirs, ours = arguments.cores or (None, None)
+    if ours is not None:
+        os.sched_setaffinity(0, {ours})
     with tempfile.TemporaryDirectory(prefix="ie-") as folder:
         port = 20_000 + os.getpid() % 20_000
         clock = {"CLOCK_RATE": str(arguments.rate), "CLOCK_EVENTS": str(arguments.events)}
         command = ["benchmarks.upstream", "--serve-clock", str(port)]
         direct = f"http://127.0.0.1:{port}"
-        with process(command, folder, "clock", **clock), service(folder, "relay", *relaying, direct) as relayed:
+        with (
+            process(command, folder, "clock", theirs, **clock),
+            service(folder, "relay", *relaying, direct, core=ours) as relayed,
+        ):
             ways = {"direct": direct, "relayed": relayed}
             latency = asyncio.run(measure_latency(ways, arguments.streams, arguments.rounds))
-        with service(folder, "model") as direct, service(folder, "relay2", *relaying, direct) as relayed:
-            ways = {"direct": direct, "relayed": relayed}
-            throughput = asyncio.run(measure_throughput(ways, arguments.streams, arguments.rounds))
+        with (
+            service(folder, "model", core=theirs) as direct,
+            service(folder, "relay2", *relaying, direct, core=ours) as relayed,
+        ):
+            ways = {"direct": direct, "direct, token ids": direct, "relayed": relayed}
+            throughput = asyncio.run(measure_throughput(ways, arguments.streams, arguments.tokens, arguments.rounds))
     result: dict[str, Any] = {
+        "benchmark": "upstream",
         "streams": arguments.streams,
         "events_per_s": arguments.rate,
+        "cores": arguments.cores,
         "load_average": os.getloadavg(),
         "latency_ms": {
             name: {"count": len(values), "p50": quantile(values, 0.5), "p99": quantile(values, 0.99)}
@@ -208,8 +225,9 @@ def main() -> None:
     for share in ("p50", "p99"):
         added = result["latency_ms"]["relayed"][share] - result["latency_ms"]["direct"][share]
         result[f"added_{share}_ms"] = round(added, 3)
-    medians = [result["tokens_per_s"][name]["median"] for name in ("relayed", "direct")]
-    result["throughput_ratio"] = round(medians[0] / medians[1], 4)
+    medians = {name: found["median"] for name, found in result["tokens_per_s"].items()}
+    result["throughput_ratio"] = round(medians["relayed"] / medians["direct"], 4)
+    result["throughput_ratio_token_ids"] = round(medians["relayed"] / medians["direct, token ids"], 4)
     print(json.dumps(result, indent=1))
     if arguments.json is not None:
         write_result(arguments.json, result)

@@ -28,15 +28,13 @@ from inferengine.bench.environment import write_result
 from inferengine.config import Config
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
-from inferengine.engine.io.connection import Connection
+from inferengine.engine.counters import Counters
 from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.io.engine_io import IOThread
-from inferengine.engine.io.output_log import Submission
-from inferengine.engine.io.publisher import Publisher
+from inferengine.engine.io.publisher import Connection, Publisher, Submission
 from inferengine.engine.lifecycle import Lifecycle
-from inferengine.engine.metrics.counters import Counters
 from inferengine.sampling_params import SamplingParams
-from inferengine.wire import codec, sockets
+from inferengine.wire import messages, sockets
 from inferengine.wire.messages import Credit, Hello, Step
 
 WINDOW = 64
@@ -48,13 +46,13 @@ def read(address: str, num_tokens: Any) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = sockets.client_dealer(context, secrets.token_hex(4).encode())
     socket.connect(address)
-    socket.send_multipart(codec.encode(Hello()))
+    socket.send_multipart(messages.encode(Hello()))
     while True:
-        message = codec.decode(socket.recv_multipart())
+        message = messages.decode(socket.recv_multipart())
         if isinstance(message, Step):
             num_tokens.value += len(message.tokens)
             if message.seq % (WINDOW // 2) == 0:
-                socket.send_multipart(codec.encode(Credit(message.seq)))
+                socket.send_multipart(messages.encode(Credit(message.seq)))
 
 
 def finished_row(uid: int) -> Finished:
@@ -90,7 +88,7 @@ class Bench:
         self.run(self.fill)
 
     def receive(self, frames: list[bytes], now: float) -> None:
-        message = codec.decode(frames[1:])
+        message = messages.decode(frames[1:])
         if isinstance(message, Hello):
             self.peers[frames[0]] = Connection(frames[0], self.wire.send, window=WINDOW, now=now)
         elif isinstance(message, Credit):

@@ -23,7 +23,7 @@ def environment(*, seed: int | None = None, devices: Sequence[str] = ()) -> dict
     return {
         "revision": revision(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": " ".join([Path(sys.argv[0]).name, *_without_keys(sys.argv[1:])]),
+        "command": _command(sys.argv),
         "seed": seed,
         "system": platform.platform(),
         "processor": processor(),
@@ -33,6 +33,14 @@ def environment(*, seed: int | None = None, devices: Sequence[str] = ()) -> dict
         "packages": {name: found for name in PACKAGES if (found := version(name))},
         "devices": list(devices),
     }
+
+
+def _command(words: Sequence[str]) -> str:
+    """The command line: the program by its name, files of the checkout by their paths in it, no keys."""
+    program = Path(words[0])
+    name = program.name if program.name != "__main__.py" else f"-m {program.parent.name}"
+    shown = [word.replace(f"{ROOT}/", "") for word in _without_keys(words[1:])]
+    return " ".join([{"-m cli": "inferengine"}.get(name, name), *shown])
 
 
 def _without_keys(words: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from inferengine.engine.metrics.stats import load_nvml
+from inferengine.engine.stats import load_nvml
 
 INTERVAL_S = 0.1
 MIB = 1 << 20

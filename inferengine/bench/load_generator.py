@@ -286,7 +286,48 @@ async def open_loop(load: LoadClient, bodies: list[bytes], rate: float, burstine
     return await asyncio.gather(*[asyncio.create_task(load.send(body)) async for body in arrivals()])
 
 
-def served_model(options: LoadOptions) -> str:
+def asker(
+    options: LoadOptions,
+) -> tuple[Callable[[dict[str, Any]], tuple[int, dict[str, Any]]], Callable[[dict[str, Any]], str], str]:
+    """Return what asks the server one completion (status and JSON), one streamed (its text), and the model's name."""
+    address = f"{options.url.rstrip('/').removesuffix('/v1')}/v1/completions"
+    headers = {"Content-Type": "application/json"}
+    if options.api_key:
+        headers["Authorization"] = f"Bearer {options.api_key}"
+
+    def send(body: dict[str, Any]) -> tuple[int, bytes]:
+        request = urllib.request.Request(address, json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60.0) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    def ask(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        status, content = send(body)
+        try:
+            return status, json.loads(content)
+        except ValueError:
+            return status, {}
+
+    def streamed(body: dict[str, Any]) -> str:
+        _, content = send({**body, "stream": True})
+        lines = (line for line in content.splitlines() if line.startswith(b"data: {"))
+        choices = (choice for line in lines for choice in json.loads(line[6:]).get("choices", ()))
+        return "".join(choice.get("text") or "" for choice in choices)
+
+    return ask, streamed, served_model(options).name
+
+
+class ServedModel(NamedTuple):
+    """What a server says of a model. `context`: its `max_model_len`; 0 where it has none."""
+
+    name: str
+    context: int = 0
+
+
+def served_model(options: LoadOptions) -> ServedModel:
     """Return the model to request: the named one, else the first of /v1/models, which is read in both cases.
 
     Raises engine_unavailable, unauthorized or model_not_found, with the address and the remedy.
@@ -297,14 +338,16 @@ def served_model(options: LoadOptions) -> str:
     request = urllib.request.Request(address, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
-            return options.model or str(json.load(answer)["data"][0]["id"])
+            listed = json.load(answer)["data"]
+            found = next((entry for entry in listed if entry["id"] == options.model), listed[0])
+            return ServedModel(options.model or str(found["id"]), int(found.get("max_model_len") or 0))
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in (401, 403):
             message = f"{address} answers {error.code}: give a valid key with --api-key"
             raise InferEngineError("unauthorized", message) from None
         if options.model:
-            return options.model  # not every server has that route
+            return ServedModel(options.model)  # not every server has that route
         message = (
             f"{address} answers {error.code}: name an OpenAI-compatible server with --url, or a model with --model"
         )
@@ -314,5 +357,7 @@ def served_model(options: LoadOptions) -> str:
         message = f"no server answers at {options.url} ({reason}): start one there, or name its address with --url"
         raise InferEngineError("engine_unavailable", message) from None
     except (ValueError, LookupError, TypeError, RecursionError):
+        if options.model:
+            return ServedModel(options.model)
         message = f"{address} lists no model: name an OpenAI-compatible server with --url, or a model with --model"
         raise InferEngineError("model_not_found", message) from None

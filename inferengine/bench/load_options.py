@@ -1,4 +1,8 @@
-"""The options of a load, and its request bodies, which are all made before the clock starts."""
+"""The options of a load, and its request bodies, which are all made before the clock starts.
+
+A load draws its lengths from `input` and `output`, or is one of WORKLOADS: five that each make one optimisation matter,
+with sizes that follow from the model's context.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,95 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from inferengine.errors import ConfigError
 
 WORDS = ["the", "engine", "reads", "a", "prompt", "and", "writes", "one", "token", "after", "another", "until", "it"]
 LIMITS = ("ttft", "tpot", "e2e")
+DEFAULT_CONTEXT, MIN_CONTEXT = 2048, 128
+
+
+class Sizes(NamedTuple):
+    """How large the workloads are."""
+
+    batch: int
+    prompt: int
+    output: int
+    long_prompt: int
+    shared_output: int  # of the requests that share a prompt
+
+
+class Item(NamedTuple):
+    """One request of a workload. `shared`: how many of its prompt's tokens all requests begin with."""
+
+    num_prompt: int
+    num_output: int
+    shared: int = 0
+
+
+class Workload(NamedTuple):
+    """What makes one optimisation matter, and the figure that shows it: a path into a report."""
+
+    shows: str
+    figure: tuple[str, ...]
+    unit: str
+    items: Callable[[Sizes], list[Item]]
+    higher_is_better: bool = True
+
+
+def sizes_of(context: int) -> Sizes:
+    """Return sizes that fit a model of `context` tokens with room to spare, for prompts of words have more tokens.
+
+    A long prompt fits a step: without chunks one that does not would wait until nothing else runs, and disturb nobody.
+    """
+    longest = min(context, 8192)
+    large = context >= 8192
+    batch, prompt, output = (32, 512, 64) if large else (8, 96, 32)
+    return Sizes(batch, min(prompt, longest // 8), min(output, longest // 16), longest * 3 // 16, max(4, output // 8))
+
+
+def _baseline(sizes: Sizes) -> list[Item]:
+    """Equal requests that fit at once: no switch should cost anything here."""
+    return [Item(sizes.prompt, sizes.output)] * max(2, sizes.batch // 4)
+
+
+def _continuous_batching(sizes: Sizes) -> list[Item]:
+    """Three batches' worth, one long output among seven short ones: a static batch waits for its longest."""
+    outputs = [sizes.output * 2 if i % 8 == 0 else max(4, sizes.output // 8) for i in range(3 * sizes.batch)]
+    return [Item(max(1, sizes.prompt // 4), count) for count in outputs]
+
+
+def _paged_attention(sizes: Sizes) -> list[Item]:
+    """Short requests: a cache that reserves the longest length for each has room for few of them."""
+    return [Item(max(1, sizes.prompt // 4), max(1, sizes.output // 2))] * (2 * sizes.batch)
+
+
+def _chunked_prefill(sizes: Sizes) -> list[Item]:
+    """Streams that run while long prompts come in: how long must they wait for their next token? Enough prompts that
+    the steps that hold them are more than one in a hundred."""
+    streams = [Item(16, 3 * sizes.output)] * max(2, sizes.batch // 4)
+    return streams + [Item(sizes.long_prompt, 2)] * max(4, sizes.batch // 2)
+
+
+def _prefix_caching(sizes: Sizes) -> list[Item]:
+    """Everybody sends the same long instructions and a short question."""
+    return [Item(sizes.long_prompt + 24, sizes.shared_output, sizes.long_prompt)] * (3 * sizes.batch)
+
+
+THROUGHPUT = ("output_tokens_per_s",)
+WORKLOADS = {
+    "baseline": Workload("nothing", THROUGHPUT, "tok/s", _baseline),
+    "continuous_batching": Workload("continuous", THROUGHPUT, "tok/s", _continuous_batching),
+    "paged_attention": Workload("paged", THROUGHPUT, "tok/s", _paged_attention),
+    "chunked_prefill": Workload(
+        "chunked", ("itl_ms", "p99"), "ms between tokens, p99", _chunked_prefill, higher_is_better=False
+    ),
+    "prefix_caching": Workload(
+        "prefix", ("ttft_ms", "p50"), "ms to first token, p50", _prefix_caching, higher_is_better=False
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +127,9 @@ class LoadOptions:
     warm_up: int = 2
     seed: int = 0
     goodput: dict[str, float] = field(default_factory=dict)
+    workload: str = ""
+    context: int = 0  # of the model, for `workload`; 0: what the server tells, else 2,048
+    detailed: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -57,6 +146,10 @@ class LoadOptions:
         for name in ("concurrency", "requests"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name}", "must be at least 1")
+        if self.workload and self.workload not in WORKLOADS:
+            raise ConfigError("--workload", f"'{self.workload}' is none of {', '.join(WORKLOADS)}")
+        if 0 < self.context < MIN_CONTEXT:
+            raise ConfigError("--context", f"must be at least {MIN_CONTEXT}")
         if self.burstiness <= 0:
             raise ConfigError("--burstiness", "must be above 0")
         if self.first_id > self.last_id:
@@ -93,26 +186,35 @@ def length_sampler(option: str, text: str, generator: random.Random) -> Callable
 def request_bodies(options: LoadOptions, model: str) -> list[bytes]:
     """Return one JSON body for each request; the same for the same seed."""
     generator = random.Random(options.seed)
-    inputs = length_sampler("--input", options.input, generator)
-    outputs = length_sampler("--output", options.output, generator)
-    prefix = _prompt(options, generator, options.shared_prefix)
+    items = _items(options, generator)
+    prefix = _prompt(options, generator, max((item.shared for item in items), default=0))
     bodies: list[bytes] = []
-    for _ in range(options.requests):
+    for item in items:
         body: dict[str, Any] = {
             "model": model,
-            "max_tokens": outputs(),
+            "max_tokens": item.num_output,
             "stream": True,
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
             "temperature": options.temperature,
         }
-        prompt = prefix + _prompt(options, generator, inputs())
+        prompt = prefix[: item.shared] + _prompt(options, generator, item.num_prompt - item.shared)
         if options.chat:
             body["messages"] = [{"role": "user", "content": " ".join(prompt)}]
         else:
             body["prompt"] = prompt if options.prompt == "ids" else " ".join(prompt)
         bodies.append(json.dumps(body).encode())
     return bodies
+
+
+def _items(options: LoadOptions, generator: random.Random) -> list[Item]:
+    """The lengths of each request."""
+    if options.workload:
+        return WORKLOADS[options.workload].items(sizes_of(options.context or DEFAULT_CONTEXT))
+    inputs = length_sampler("--input", options.input, generator)
+    outputs = length_sampler("--output", options.output, generator)
+    shared = options.shared_prefix
+    return [Item(shared + inputs(), outputs(), shared) for _ in range(options.requests)]
 
 
 def _prompt(options: LoadOptions, generator: random.Random, length: int) -> list[Any]:

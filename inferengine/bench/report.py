@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -74,6 +75,11 @@ def standard_fields(replies: list[Reply], seconds: float, load: Mapping[str, Any
     prompt = sum(reply.usage.get("prompt_tokens", 0) for reply in good)
     output = sum(reply.usage.get("completion_tokens", len(reply.event_s)) for reply in good)
     found: dict[str, Any] = {
+        "date": time.strftime("%Y%m%d-%H%M%S", time.gmtime()),
+        "endpoint_type": "openai-chat" if load["chat"] else "openai",
+        "backend": "openai-chat" if load["chat"] else "openai",
+        "label": None,
+        "burstiness": load["burstiness"],
         "model_id": model,
         "tokenizer_id": model,
         "num_prompts": len(replies),
@@ -101,6 +107,22 @@ def standard_fields(replies: list[Reply], seconds: float, load: Mapping[str, Any
             f"p99_{name}_ms": ordered[round((len(ordered) - 1) * 0.99)],
         }
     return found
+
+
+def details(replies: list[Reply]) -> dict[str, list[Any]]:
+    """Return each request's figures, in seconds, under the names of `vllm bench serve --save-detailed`."""
+    first = min((reply.started_s for reply in replies), default=0.0)
+    return {
+        "start_times": [reply.started_s - first for reply in replies],
+        "input_lens": [reply.usage.get("prompt_tokens", 0) for reply in replies],
+        "output_lens": [reply.usage.get("completion_tokens", len(reply.event_s)) for reply in replies],
+        "ttfts": [reply.event_s[0] - reply.started_s if reply.event_s else 0.0 for reply in replies],
+        "itls": [
+            [after - before for before, after in zip(reply.event_s, reply.event_s[1:], strict=False)]
+            for reply in replies
+        ],
+        "errors": ["" if reply.is_good else _cause(reply) for reply in replies],
+    }
 
 
 def table(found: Mapping[str, Any]) -> str:

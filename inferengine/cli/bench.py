@@ -1,24 +1,32 @@
 """`inferengine bench`: send a load to any OpenAI-compatible server and report latencies and throughput.
 
-`bench sweep`, `bench arrivals`, `bench pressure` and `bench paired` measure series of loads (bench/suites.py).
+`bench sweep`, `arrivals`, `batch`, `pressure`, `fragmentation`, `ladder` and `paired` measure series of loads, `bench
+sanity` whether the answers are right (bench/suites.py). `bench compare` measures this engine and vLLM in process
+(bench/compare.py). `evidence` runs what this machine can (bench/evidence.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any, TextIO
 
-from inferengine.bench import load_generator, suites
+from inferengine.bench import compare as compare_engines
+from inferengine.bench import evidence as evidence_files
+from inferengine.bench import load_generator, plots, suites
 from inferengine.bench.environment import environment, write_result
 from inferengine.bench.gpu_trace import GpuTrace
-from inferengine.bench.load_options import LoadOptions, request_bodies
-from inferengine.bench.report import report, standard_fields, table
+from inferengine.bench.load_options import WORKLOADS, LoadOptions, request_bodies
+from inferengine.bench.report import details, report, standard_fields, table
 from inferengine.cli.command import Arguments, Option, command, output_file
 from inferengine.cli.terminal import with_bar
+from inferengine.config.environment import variables
 from inferengine.errors import ConfigError, ExitCode
 
 OPTIONS = {
@@ -38,6 +46,12 @@ OPTIONS = {
             "prompt length in words, or tokens with --prompt ids: 128, 64:512 (uniform) or lognormal:200:0.6, median "
             "and sigma",
             LoadOptions.input,
+        ),
+        Option("--workload NAME", "instead of drawn lengths one of " + ", ".join(WORKLOADS), choices=("", *WORKLOADS)),
+        Option(
+            "--context N",
+            "tokens of the model's context, by which --workload is sized; 0: as the server says",
+            LoadOptions.context,
         ),
         Option("--output SPEC", "max_tokens likewise, with ignore_eos", LoadOptions.output),
         Option("--prompt text|ids", "words, or random token ids of --first-id to --last-id", LoadOptions.prompt),
@@ -59,6 +73,7 @@ OPTIONS = {
             "--json [FILE]",
             "all figures, with NVML's trace of this machine's devices; without FILE they are printed instead",
         ),
+        Option("--detailed", "in the JSON also each request's lengths and times"),
     ),
 }
 
@@ -83,7 +98,8 @@ def run(arguments: Arguments) -> int:
 SERIES_REPORT = (
     Option("--json FILE", "all figures of every load, with the environment"),
     Option("--markdown FILE", "the table that is printed"),
-    Option("--html FILE", "a page with the table and throughput as bars"),
+    Option("--html FILE", "a page with the table and the plots"),
+    Option("--plots FOLDER", "the plots as SVG; needs inferengine[plots]"),
 )
 SWEEP = OPTIONS | {
     "the sweep": (Option("--concurrencies LIST", "requests in flight, one load each", "1,2,4,8,16,32,64,128"),),
@@ -96,6 +112,38 @@ ARRIVALS = OPTIONS | {
     "the report": (OPTIONS["the report"][0], *SERIES_REPORT),
 }
 PRESSURE = OPTIONS | {"the report": (OPTIONS["the report"][0], *SERIES_REPORT)}
+REPEATS = Option("--repeats N", "runs of each load; the median counts", 3, minimum=1)
+SERVE = Option("--serve [FLAGS]", "start `inferengine up FLAGS` for each row instead of --url; --serve='--key value'")
+BATCH = OPTIONS | {
+    "the batches": (
+        Option("--batches LIST", "requests of a batch, all sent at once", "1,2,4,8,16,32,64"),
+        REPEATS,
+        Option("--parameters N", "weights of the model, for MFU", 0.0),
+        Option("--peak-operations R", "operations per second of the device, for MFU; 0: as the server says", 0.0),
+    ),
+    "the report": (OPTIONS["the report"][0], *SERIES_REPORT),
+}
+FRAGMENTATION = OPTIONS | {
+    "the blocks": (Option("--block-sizes LIST", "tokens of a block", "8,16,32,64,128"), SERVE),
+    "the report": (OPTIONS["the report"][0], *SERIES_REPORT),
+}
+LADDER = OPTIONS | {
+    "the ladder": (
+        Option(
+            "--rung NAME=URL",
+            "a server of its own for a rung, in the order of climbing; none: --url",
+            (),
+            repeated=True,
+        ),
+        SERVE._replace(help="start `inferengine up FLAGS` for each of this project's rungs instead"),
+        REPEATS,
+    ),
+    "the report": (OPTIONS["the report"][0], *SERIES_REPORT),
+}
+SANITY = {
+    "the server": OPTIONS["the server"][:3],
+    "the report": SERIES_REPORT[:2],
+}
 PAIRED = OPTIONS | {
     "the pair": (
         Option("--ours URL", "the server whose throughput is held against the other's", LoadOptions.url),
@@ -103,9 +151,91 @@ PAIRED = OPTIONS | {
         Option("--theirs-model NAME", "default: the first of its /v1/models"),
         Option("--runs N", "pairs of loads; each server is first in every other one", 5, minimum=1),
         Option("--gate RATIO", "least ratio of output tokens per second that passes", suites.GATE),
+        Option("--raw FOLDER", "each load's JSON as a file of its own, and verdict.json: what a verifier reads"),
     ),
     "the report": (OPTIONS["the report"][0], *SERIES_REPORT),
 }
+
+
+COMPARE = {
+    "both sides": (
+        Option("--model FOLDER", "a folder with a config.json; weights are random. One or more", (), repeated=True),
+        Option("--cards LIST", "CUDA devices; each measures one model at a time", "0"),
+        Option("--sides LIST", "peer, ours or both", "peer,ours"),
+        Option("--peer-python FILE", "a Python that has vllm; default: this one"),
+        Option("--peer-path FOLDER", "put before PYTHONPATH of the peer"),
+        Option("--workloads LIST", "what is measured", ",".join(compare_engines.WORKLOADS)),
+        Option("--rows LIST", "rows of the decode steps", ",".join(map(str, compare_engines.ROWS))),
+        Option("--limit S", "seconds for one side of one model", compare_engines.LIMIT_S),
+    ),
+    "the report": (
+        Option("--json FILE", "all figures of both sides, with settings, environment and the cards' clocks and power"),
+        Option("--markdown FILE", "the table that is printed"),
+    ),
+}
+
+
+@command(COMPARE, takes_configuration=False)
+def compare(arguments: Arguments) -> int:
+    """Measure this engine and vLLM in process on the same cards, with random weights of any shape.
+
+    The exit code is 1 when a side of a model failed.
+    """
+    values = arguments.values
+    folders = [Path(name) for name in values["model"]]
+    if not folders:
+        raise ConfigError("--model", "name at least one folder with a config.json")
+    for folder in folders:
+        if not (folder / "config.json").is_file():
+            raise ConfigError("--model", f"{folder} has no config.json")
+    lists = {
+        "sides": compare_engines.SIDES,
+        "workloads": compare_engines.WORKLOADS,
+    }
+    chosen = {name: values[name].split(",") for name in lists}
+    for name, known in lists.items():
+        if unknown := set(chosen[name]) - set(known):
+            raise ConfigError(f"--{name}", f"knows {', '.join(known)}; got '{min(unknown)}'")
+    written = {name: output_file(f"--{name}", values[name]) for name in ("json", "markdown") if values[name]}
+
+    plan = compare_engines.Plan(
+        folders,
+        cards=values["cards"].split(","),
+        sides=chosen["sides"],
+        workloads=chosen["workloads"],
+        rows=numbers(arguments, "rows", int),
+        peer_python=values["peer_python"] or sys.executable,
+        peer_path=values["peer_path"],
+        limit_s=values["limit"],
+        environment=variables(),
+    )
+
+    def report_of(comparison: compare_engines.Comparison) -> dict[str, Any]:
+        return {
+            "benchmark": "compare",
+            "settings": compare_engines.SETTINGS,
+            "weights": "random",
+            "rows": compare_engines.joined(comparison.rows),
+            "failures": comparison.failures,
+            "gpu": gpus.summary(),
+        }
+
+    def write(comparison: compare_engines.Comparison) -> None:
+        """Write what has been measured so far: the whole may take an hour."""
+        found = report_of(comparison)
+        if "json" in written:
+            devices = [one["name"] for one in found["gpu"].get("devices", [])]
+            write_result(written["json"], {"environment": environment(devices=devices), **found})
+        if "markdown" in written:
+            written["markdown"].write_text(compare_engines.markdown(found) + "\n")
+
+    with GpuTrace() as gpus:
+        comparison = compare_engines.Comparison(
+            plan, progress=lambda line: print(line, file=sys.stderr), measured=write
+        )
+        comparison.run()
+    print(compare_engines.markdown(report_of(comparison)))
+    return ExitCode.CRASH if comparison.failures else ExitCode.OK
 
 
 @command(SWEEP, takes_configuration=False)
@@ -138,6 +268,69 @@ def pressure(arguments: Arguments) -> int:
     return _series(arguments, lambda load: suites.pressure(_quietly, load))
 
 
+@command(BATCH, takes_configuration=False)
+def batch(arguments: Arguments) -> int:
+    """Send batches of several sizes, all requests of one at once: throughput, latency, share of the roofline, MFU.
+
+    The exit code is 1 when a request failed.
+    """
+    values, sizes = arguments.values, numbers(arguments, "batches", int)
+    return _series(
+        arguments,
+        lambda load: suites.batch(
+            _quietly,
+            load,
+            sizes,
+            values["repeats"],
+            parameters=values["parameters"],
+            peak_operations_per_s=values["peak_operations"],
+        ),
+    )
+
+
+@command(FRAGMENTATION, takes_configuration=False)
+def fragmentation(arguments: Arguments) -> int:
+    """Tell how much of the KV cache's blocks holds nothing, by block size, and beside one block a request.
+
+    The exit code is 1 when a request failed.
+    """
+    sizes, flags = numbers(arguments, "block-sizes", int), _flags(arguments)
+    served = None
+    if flags is not None:
+        served = lambda size: evidence_files.local_service(*flags, "--cache.block_size", str(size))  # noqa: E731
+    return _series(arguments, lambda load: suites.fragmentation(_quietly, load, sizes, served))
+
+
+@command(LADDER, takes_configuration=False)
+def ladder(arguments: Arguments) -> int:
+    """Measure five workloads, each of which makes one optimisation matter, on one server or on one for each rung.
+
+    Their sizes follow from the model's context. The exit code is 1 when a request failed.
+    """
+    values, flags = arguments.values, _flags(arguments)
+    rungs: list[tuple[str, AbstractContextManager[str]]] = []
+    for text in values["rung"]:
+        name, found, url = text.partition("=")
+        if not (name and found and url):
+            raise ConfigError("--rung", f"'{text}' is not like NAME=http://host:8000")
+        rungs.append((name, nullcontext(url)))
+    if flags is not None:
+        rungs += [(name, evidence_files.local_service(*flags, *own)) for name, own in suites.rung_flags().items()]
+    return _series(
+        arguments,
+        lambda load: suites.ladder(_quietly, load, rungs or [("server", nullcontext(load.url))], values["repeats"]),
+    )
+
+
+@command(SANITY, takes_configuration=False)
+def sanity(arguments: Arguments) -> int:
+    """Ask a server what has one right answer: determinism, streams, lengths, stop strings, refusals.
+
+    The exit code is 1 when one is wrong.
+    """
+    return _series(arguments, lambda load: suites.sanity(*load_generator.asker(load)))
+
+
 @command(PAIRED, takes_configuration=False)
 def paired(arguments: Arguments) -> int:
     """Measure two servers in turn with the same load, and compare their output tokens per second.
@@ -149,20 +342,40 @@ def paired(arguments: Arguments) -> int:
 
     def measured(load: LoadOptions) -> dict[str, Any]:
         ours, theirs = replace(load, url=values["ours"]), replace(load, **other)
-        return suites.paired(_quietly, ours, theirs, values["runs"], gate=values["gate"], seed=load.seed)
+        found = suites.paired(_quietly, ours, theirs, values["runs"], gate=values["gate"], seed=load.seed)
+        if values["raw"]:
+            write_raw(Path(values["raw"]), found)
+        return found
 
     return _series(arguments, measured)
+
+
+def write_raw(folder: Path, found: dict[str, Any]) -> None:
+    """Write each load of a pair as N-ours.json and N-theirs.json, and verdict.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, pair in enumerate(found["pairs"], 1):
+        for name, row in pair.items():
+            write_result(folder / f"{number}-{name}.json", row)
+    verdict = {name: value for name, value in found.items() if name not in ("pairs", "benchmark")}
+    write_result(folder / "verdict.json", verdict)
 
 
 def numbers(arguments: Arguments, name: str, kind: type[int] | type[float]) -> list[Any]:
     """The numbers above zero of a list with commas. Raises ConfigError that names the flag."""
     option = Option(f"--{name} LIST", "", kind(0), minimum=None)
-    found = [option.convert(part) for part in arguments.values[name].split(",")]
+    text = arguments.values[option.name]
+    found = [option.convert(part) for part in text.split(",")]
     if min(found) <= 0:
-        raise ConfigError(
-            option.flag, f"must be numbers above 0 with commas between them; got '{arguments.values[name]}'"
-        )
+        raise ConfigError(option.flag, f"must be numbers above 0 with commas between them; got '{text}'")
     return found
+
+
+def _flags(arguments: Arguments) -> list[str] | None:
+    """The words of --serve; None without it."""
+    text = arguments.values["serve"]
+    if not text:
+        return None
+    return [] if text == "-" else shlex.split(text)
 
 
 def _quietly(options: LoadOptions) -> dict[str, Any]:
@@ -171,11 +384,18 @@ def _quietly(options: LoadOptions) -> dict[str, Any]:
 
 def _series(arguments: Arguments, measured: Callable[[LoadOptions], dict[str, Any]]) -> int:
     """Measure a series of loads, write its reports and print its table."""
-    files = {name: arguments.values[name] for name in ("json", "markdown", "html")}
+    files = {name: arguments.values.get(name) for name in ("json", "markdown", "html")}
     written = {name: output_file(f"--{name}", file) for name, file in files.items() if file}
+    folder = arguments.values.get("plots")
+    if folder:
+        plots.require_matplotlib()
     load, _ = load_options(arguments)
     found = measured(load)
     about = environment(seed=load.seed)
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, svg in suites.plots(found).items():
+            (Path(folder) / name).write_text(svg)
     for name, path in written.items():
         match name:
             case "json":
@@ -195,7 +415,7 @@ def load_options(arguments: Arguments) -> tuple[LoadOptions, str]:
     file = arguments.values["json"]
     limits = Option("--goodput NAME:MS", "", 0.0)
     values["goodput"] = {
-        name: limits.convert(limit) for name, _, limit in (text.partition(":") for text in values["goodput"])
+        name: limits.convert(limit) for name, _, limit in (text.partition(":") for text in values.get("goodput", ()))
     }
     return LoadOptions(**values), file
 
@@ -203,8 +423,9 @@ def load_options(arguments: Arguments) -> tuple[LoadOptions, str]:
 def measure(options: LoadOptions, stream: TextIO) -> dict[str, Any]:
     """The report of one load; progress goes to `stream` where that is a terminal. Raises InferEngineError."""
     model = load_generator.served_model(options)
-    bodies = request_bodies(options, model)
-    progress = Progress(stream, options.requests)
+    options = replace(options, context=options.context or model.context)
+    bodies = request_bodies(options, model.name)
+    progress = Progress(stream, len(bodies))
     with GpuTrace() as gpus:
         outcome = asyncio.run(load_generator.run(options, bodies, gpus, ended=progress.step))
     progress.clear()
@@ -212,12 +433,53 @@ def measure(options: LoadOptions, stream: TextIO) -> dict[str, Any]:
     return {
         "benchmark": "serving",
         "environment": environment(seed=options.seed, devices=[one["name"] for one in outcome.gpu.get("devices", [])]),
-        "model": model,
+        "model": model.name,
         "load": load,
-        **standard_fields(outcome.replies, outcome.seconds, load, model),
+        **standard_fields(outcome.replies, outcome.seconds, load, model.name),
         **report(outcome.replies, outcome.seconds, options.goodput),
+        **(details(outcome.replies) if options.detailed else {}),
         "gpu": outcome.gpu,
     }
+
+
+EVIDENCE = {
+    "what": (
+        Option("--check", "run nothing: say what is wrong with results and documents; the exit code is 1 then"),
+        Option("--write", "run nothing: write the list and the quoted figures from the results that are there"),
+        Option("--only NAME", "runs of these names; none: all that this machine can", (), repeated=True),
+        Option("--results FOLDER", "where results go; default: benchmarks/results of the checkout"),
+        Option("--json", "print what failed and what is wrong as JSON"),
+    ),
+}
+
+
+@command(EVIDENCE, takes_configuration=False)
+def evidence(arguments: Arguments) -> int:
+    """Run the benchmarks that this machine can, in a checkout, and write the results and docs/evidence.
+
+    Numbers in documents that are followed by `<!-- figure: FILE PATH -->` are set to what the results say. The exit
+    code is 1 where a run failed, or where a figure has no source or another value.
+    """
+    values = arguments.values
+    if not evidence_files.RESULTS.is_dir():
+        raise ConfigError("evidence", "needs a checkout: there is no benchmarks/results here")
+    failed: list[str] = []
+    if not values["check"]:
+        if not values["write"]:
+            with GpuTrace() as gpus:
+                devices = [one["name"] for one in gpus.lap().get("devices", [])]
+            machine = devices[0].split()[-1].lower() if devices else f"cpu{environment()['cpus']}"
+            runs = evidence_files.possible_runs(values["only"], devices)
+            folder = Path(values["results"] or evidence_files.RESULTS)
+            stream = sys.stderr if values["json"] else sys.stdout
+            failed = evidence_files.run_all(runs, machine, folder, lambda text: print(text, file=stream, flush=True))
+        evidence_files.write_documents()
+    wrong = evidence_files.problems()
+    if values["json"]:
+        print(json.dumps({"failed": failed, "wrong": wrong}, indent=2))
+    else:
+        print("\n".join(wrong), end="\n" if wrong else "")
+    return ExitCode.CRASH if failed or wrong else ExitCode.OK
 
 
 class Progress:

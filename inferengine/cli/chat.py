@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from inferengine.cli.command import CONNECT_TIMEOUT_S, Arguments, Option, command, connect
 from inferengine.client import Client, Delta, Finish
-from inferengine.client.output import error_of
+from inferengine.client.requests import error_of
 from inferengine.config import LimitsConfig, engine_address, status_address
 from inferengine.errors import ExitCode, InferEngineError, InvalidRequest
 from inferengine.sampling_params import SamplingParams, from_map, validate

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib.util
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from inferengine.cli import model_files
 from inferengine.cli.command import Arguments, Option, command
-from inferengine.config import Config, engine_address, status_address, unsafe_folder
+from inferengine.config import Config, cache_directory, engine_address, status_address, unsafe_folder
 from inferengine.config.model_path import draft_folder, model_folder
 from inferengine.errors import ConfigError, ExitCode, InferEngineError
 from inferengine.process import listen
@@ -83,7 +84,9 @@ def run(arguments: Arguments) -> int:
     """
     if arguments.values["compare"]:
         return compare(arguments)
-    return report_on(arguments, packages(), (model, device, speculation, engine_socket, ports, interpreter, engine))
+    return report_on(
+        arguments, packages(), (model, device, onnx, speculation, engine_socket, ports, interpreter, engine)
+    )
 
 
 def report_on(
@@ -210,6 +213,27 @@ def device(config: Config) -> Iterator[Finding]:
         yield Finding(OK, "device", "NVIDIA driver is there")
     else:
         yield Finding(OK, "device", f"CPU, {len(os.sched_getaffinity(0))} cores")
+
+
+def onnx(config: Config) -> Iterator[Finding]:
+    """With engine.executor = onnx: whether its packages are there."""
+    if config.engine.executor != "onnx":
+        return
+    missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        remedy = "pip install 'inferengine[onnx]' (in a clone: scripts/install test)"
+        yield Finding(PROBLEM, "onnx", f"{' and '.join(missing)} not installed: {remedy}")
+        return
+    names = [name for name in ("onnxruntime-gpu", "onnxruntime") if _version(name)]
+    versions = ", ".join(f"{name} {_version(name)}" for name in ["onnx", *names])
+    yield Finding(OK, "onnx", f"{versions}; exports in {cache_directory() / 'onnx'}")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def speculation(config: Config) -> Iterator[Finding]:

@@ -62,9 +62,7 @@ MOST_USED_KEYS = (
 # Flags of other engines that no key here accounts for → why, and what to do.
 NOT_HERE = {
     "model": "the model is a bare word: inferengine up MODEL",
-    "tensor-parallel-size": "one engine uses one device: run several, and name them in --wire.engines",
-    "pipeline-parallel-size": "one engine uses one device: run several, and name them in --wire.engines",
-    "data-parallel-size": "run one engine per device, and name them in --wire.engines",
+    "pipeline-parallel-size": "layers are divided instead: --engine.tensor_parallel",
     "n-gpu-layers": "a model runs on one device as a whole: --engine.device cuda",
     "trust-remote-code": "code of checkpoints is never run",
 }

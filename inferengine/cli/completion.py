@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from inferengine import config as configuration
 from inferengine.cli.command import CONFIGURATION_HELP, Arguments, Command, Option, command
-from inferengine.config.model_names import NAMES
+from inferengine.config.model_path import NAMES
 from inferengine.errors import ConfigError, ExitCode
 
 SHELLS = ("bash", "zsh", "fish")

@@ -48,7 +48,7 @@ def run(arguments: Arguments) -> int:
     return check.report_on(
         arguments,
         (finding for look in machine for finding in look()),
-        (permissions, disk, check.model, check.device, check.speculation, check.engine_socket, check.ports,
+        (permissions, disk, check.model, check.device, check.onnx, check.speculation, check.engine_socket, check.ports,
          check.interpreter, check.engine),
     )  # fmt: skip
 

@@ -16,8 +16,7 @@ from inferengine.cli import model_files
 from inferengine.cli.command import Arguments, Option, command
 from inferengine.cli.terminal import LiveLine
 from inferengine.config import hub_cache_directory, hub_endpoint
-from inferengine.config.model_names import NAMES, hub_id
-from inferengine.config.model_path import model_folder, to_fetch
+from inferengine.config.model_path import NAMES, hub_id, model_folder, to_fetch
 from inferengine.errors import ConfigError, ExitCode
 
 WANTED = ("*.safetensors", "*.json", "*.jinja")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TextIO
 
 from inferengine.cli.command import JSON_SWITCH, MOST_USED_KEYS, Command, key_groups, most_used_keys, option_lines
-from inferengine.config.model_names import hub_id
+from inferengine.config.model_path import hub_id
 from inferengine.errors import ConfigError, ExitCode, InferEngineError
 
 
@@ -45,13 +45,20 @@ COMMANDS = {
     "bench sweep": Entry("the same at 1 to 128 requests in flight, with the point of saturation", "bench", "sweep"),
     "bench arrivals": Entry("burst, steady and Poisson arrivals at rates up to saturation", "bench", "arrivals"),
     "bench pressure": Entry("far more at once than the KV cache holds: nothing may be lost", "bench", "pressure"),
+    "bench compare": Entry("this engine and vLLM in process, any shape, several cards at once", "bench", "compare"),
+    "bench batch": Entry("batches of several sizes: throughput, share of the roofline, MFU", "bench", "batch"),
+    "bench fragmentation": Entry("what blocks of several sizes waste", "bench", "fragmentation"),
+    "bench ladder": Entry("five workloads, and what each optimisation gives them", "bench", "ladder"),
+    "bench sanity": Entry("ask a server what has one right answer", "bench", "sanity"),
     "bench paired": Entry("two servers in turn, their ratio, and a gate as exit code", "bench", "paired"),
+    "evidence": Entry("run what this machine can, and compare the documents' figures", "bench", "evidence"),
     "profile": Entry("record steps of a running engine: a Chrome trace and where the time goes", "profile", "run"),
     "fetch": Entry("bring a model from the Hugging Face hub into its local cache", "fetch", "run"),
     "doctor": Entry("look at this machine: Python, GPU, driver, ports, disk; with remedies", "doctor", "run"),
     "check": Entry("look for what keeps this configuration from working, with remedies", "check", "run"),
     "ping": Entry("ask the engine whether it is alive: for health checks", "check", "ping"),
     "simulate": Entry("the scheduler in virtual time: capacity, policies, fleets, without a device", "simulate", "run"),
+    "simulate s1": Entry("a reference simulator's 1,000 requests and its 26 metrics", "simulate", "s1"),
     "plan-memory": Entry("what a model needs and what fits, from config.json alone", "plan_memory", "run", ("engine",)),
     "models": Entry(
         "the families of models that are served, and what fits on which card", "plan_memory", "models", ("engine",)

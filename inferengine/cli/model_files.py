@@ -1,6 +1,6 @@
-"""Inspect a checkpoint folder without loading it: which files are there, and whether the tensors are complete.
+"""Inspect a checkpoint folder or a GGUF file without loading it: which files are there, and whether all tensors are.
 
-Reads only JSON and the headers of safetensors files, so it needs no torch and takes milliseconds for any size.
+Reads only JSON and the headers of weights, so it needs no torch and takes milliseconds for any size.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ import struct
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
+
+from inferengine.errors import ConfigError
+from inferengine.gguf.checkpoint import config_values
+from inferengine.gguf.reader import SUFFIX, read_gguf
+from inferengine.gguf.tokenizer import tokenizer_files
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -33,6 +38,8 @@ class BadModel(Exception):
 
 def inspect(folder: Path) -> ModelSummary:
     """Read a checkpoint folder's tables of contents. Raises BadModel."""
+    if folder.suffix == SUFFIX:
+        return _inspect_gguf(folder)
     if not folder.is_dir():
         raise BadModel(
             "there is no such folder: name a checkpoint folder, or a model that 'inferengine fetch' has brought"
@@ -62,6 +69,27 @@ def inspect(folder: Path) -> ModelSummary:
         num_bytes=num_bytes,
         dtypes=[dtype for dtype, _ in counts.most_common()],
         has_chat_template=_has_chat_template(folder),
+    )
+
+
+def _inspect_gguf(path: Path) -> ModelSummary:
+    """Of a GGUF file, with those it is split with."""
+    try:
+        file = read_gguf(path)
+        config = config_values(path)
+        has_template = "chat_template" in json.loads(tokenizer_files(path)["tokenizer_config.json"])
+    except ConfigError as error:
+        raise BadModel(error.message) from None
+    counts: Counter[str] = Counter()
+    for info in file.tensors.values():
+        counts[info.type] += _num_elements(list(info.shape))
+    return ModelSummary(
+        model_type=config["model_type"],
+        num_tensors=len(file.tensors),
+        num_parameters=sum(counts.values()),
+        num_bytes=sum(part.stat().st_size for part in file.files),
+        dtypes=[kind for kind, _ in counts.most_common()],
+        has_chat_template=has_template,
     )
 
 

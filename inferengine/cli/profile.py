@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from inferengine.bench.environment import write_result
 from inferengine.cli.command import Arguments, Option, command, connect, output_file
 from inferengine.client import Client
 from inferengine.config import engine_address
@@ -64,7 +65,7 @@ def run(arguments: Arguments) -> int:
     summary = summarize(trace)
     print(json.dumps(summary.to_map(), indent=1) if values["json"] else "\n".join(table(summary, values["top"])))
     if report is not None:
-        report.write_text(json.dumps(summary.to_map(), indent=1) + "\n")
+        write_result(report, summary.to_map())
     return ExitCode.OK
 
 

@@ -1,4 +1,4 @@
-"""`inferengine simulate`: the engine's own scheduler in virtual time."""
+"""`inferengine simulate`: the engine's own scheduler in virtual time. `simulate s1`: a reference's 1,000 requests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from inferengine.bench import plots
+from inferengine.bench.environment import write_result
 from inferengine.cli.command import Arguments, Option, command, output_file
 from inferengine.client.load_balancing import POLICIES
 from inferengine.config import Config
 from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.errors import ConfigError, ExitCode
-from inferengine.simulation import plots
+from inferengine.simulation import reference_run
 from inferengine.simulation.cost_model import DeviceProfile, load_profile, profile_names
 from inferengine.simulation.fleet import Failure, Fleet
 from inferengine.simulation.report import Objective, RunRecorder, table
@@ -30,6 +32,9 @@ OPTIONS = {
             "--cost NAME|FILE.json",
             "how long steps take; `--cost list` names those that come with the package",
             "h200-llama-3.1-8b-analytic",
+        ),
+        Option(
+            "--tensor-parallel N", "devices of each engine that share the model; default: engine.tensor_parallel", 0
         ),
         Option("--engines N", "engines behind the client's load balancing", 1, minimum=1),
         Option("--choice POLICY", "load balancing: " + ", ".join(POLICIES), "power_of_two", choices=tuple(POLICIES)),
@@ -86,7 +91,8 @@ def run(arguments: Arguments) -> int:
         plots.require_matplotlib()
     failures = [_failure(text) for text in values["fail"]]
     report_file = output_file("--json", values["json"]) if values["json"] not in ("", "-") else None
-    options = engine_options(config, load_profile(values["cost"]))
+    ranks = values["tensor_parallel"] or config.engine.tensor_parallel
+    options = engine_options(config, load_profile(values["cost"]).divided(ranks))
     recorder = RunRecorder(Objective(values["slo_ttft_ms"] / 1e3, values["slo_itl_ms"] / 1e3))
     for failure in failures:
         if failure.engine >= values["engines"]:
@@ -116,10 +122,59 @@ def run(arguments: Arguments) -> int:
         took = report["simulation"]
         print(f"\nsimulated in {took['wall_s']:,.1f} s ({took['cpu_s']:,.1f} s of one core)")
     if report_file is not None:
-        report_file.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(report_file, report, seed=values["seed"])
     if values["plots"]:
         write_plots(Path(values["plots"]), recorder)
     return ExitCode.OK
+
+
+REFERENCE = reference_run.ReferenceWorkload()
+REFERENCE_OPTIONS = {
+    "the workload": tuple(
+        Option(f"--{name.replace('_', '-')} N", text, getattr(REFERENCE, name), minimum=1)
+        for name, text in {
+            "requests": "at once",
+            "seed": "of lengths and prompts",
+            "min_prompt_tokens": "shortest prompt",
+            "max_prompt_tokens": "longest prompt",
+            "min_new_tokens": "shortest output",
+            "max_new_tokens": "longest output",
+            "max_batch_size": "sequences in a step",
+            "prefill_budget": "prompt tokens in a step, decodes not counted",
+            "cache_block_size": "tokens of a block",
+            "cache_num_blocks": "blocks",
+            "rounds": "so many times the requests in one engine: step time and memory must stay flat",
+        }.items()
+    ),
+    "the report": (
+        Option(
+            "--clock KIND",
+            "wall; or cpu, this process's own seconds, on a machine that others use",
+            "wall",
+            choices=tuple(reference_run.CLOCKS),
+        ),
+        Option("--json [FILE]", "all figures, with the environment; without FILE they are printed instead"),
+    ),
+}
+
+
+@command(REFERENCE_OPTIONS, takes_configuration=False)
+def s1(arguments: Arguments) -> int:
+    """Run a reference simulator's 1,000 requests against the scheduler, without a device.
+
+    The report has the reference's 26 metrics under its names, and its figures beside ours where they do not depend on
+    the machine. The exit code is 1 where those differ.
+    """
+    values = dict(arguments.values)
+    file, clock = values.pop("json"), values.pop("clock")
+    written = output_file("--json", file) if file not in ("", "-") else None
+    workload = reference_run.ReferenceWorkload(**values)
+    with _without_garbage_collection():
+        found = reference_run.run(workload, clock)
+    if written is not None:
+        write_result(written, found, seed=workload.seed)
+    print(json.dumps(found, indent=1) if file == "-" else reference_run.table(found))
+    return ExitCode.OK if found.get("equal", True) else ExitCode.CRASH
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class Terminal:
     def status(self, name: str, text: str) -> None:
         """Show a child's new sd_notify status, such as `loading weights 40 %`."""
         if self._moving:
-            if self._begun_s is not None and name not in ("engine", "up"):
+            if self._begun_s is not None and not name.startswith(("engine", "up")):
                 return  # while all starts the line is about what takes longest
             self._phase = (name, text)
             self._draw()
@@ -156,7 +156,7 @@ class Terminal:
 
     def _prefix(self, name: str) -> str:
         padded = f"{name:<{self._name_width}}"
-        return f"\x1b[{COLOURS.get(name, '0')}m{padded} │\x1b[0m " if self._moving else f"{padded} | "
+        return f"\x1b[{COLOURS.get(name.partition('-')[0], '0')}m{padded} │\x1b[0m " if self._moving else f"{padded} | "
 
 
 def estimate(elapsed_s: float, usual_s: float) -> str:

@@ -9,38 +9,61 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from inferengine.cli.command import JSON_LOG, Arguments, command, log_as_json
+from inferengine.cli.command import JSON_LOG, Arguments, Option, command, log_as_json
 from inferengine.cli.fetch import missing_model
 from inferengine.cli.terminal import Terminal
-from inferengine.config import Config, cache_directory, child_environment, engine_address
-from inferengine.config.model_path import model_folder, served_name
+from inferengine.config import (
+    Config,
+    cache_directory,
+    child_environment,
+    engine_address,
+    engine_addresses,
+    visible_cards,
+)
+from inferengine.config.model_path import model_folder, served_name, weight_paths
 from inferengine.errors import ConfigError, ExitCode
 from inferengine.process import listen, stdio
 from inferengine.process.child import ChildSpec
 from inferengine.process.supervisor import Supervisor
 
 IMPORTS_S, READ_BYTES_PER_S, WARM_UP_S = 4.0, 1e9, 20.0  # for the first estimate: torch, weights, CUDA graphs
+CPU_SHARE = 0.25  # cache.memory_fraction on a CPU, if it says nothing (executor/memory/plan.py)
 WATCHDOG_MARGIN_S = 10.0  # a frozen engine ends by itself and logs why; the supervisor kills one that cannot
 
 
-@command({"options": (JSON_LOG,)}, takes_model=True, lists_keys=True)
+ENGINES = Option(
+    "--engines N", "engines behind the front ends, each on its own cards; 0: as many as fit: --up.engines N", 1
+)
+
+
+@command({"options": (ENGINES, JSON_LOG)}, takes_model=True, lists_keys=True)
 def run(arguments: Arguments) -> int:
     """Run the engine, the HTTP front end and the websocket front end together, each as a process of its own.
 
+    With `--engines N` there are N engines, each on its own card (with engine.tensor_parallel: on its own cards), behind
+    the same addresses. Requests with equal beginnings go to the same engine. When one engine ends, its streams go on at
+    another.
+
     A process that crashes is started again by itself; the others go on. Ctrl-C or SIGTERM lets running requests
     finish, a second one ends at once. SIGHUP does the same where the service has a terminal, because that terminal is
-    gone then; without one, each process reads its configuration again. MODEL is a checkpoint folder, a hub id
-    (ORG/NAME) or a short name of one (`inferengine fetch --list`); what the local cache lacks is fetched first. Without
-    MODEL the embedded model is served.
+    gone then; without one, each process reads its configuration again. MODEL is a checkpoint folder, a GGUF
+    file, a hub id (ORG/NAME) or a short name of one (`inferengine fetch --list`); what the local cache lacks is fetched
+    first. Without MODEL the embedded model is served.
 
       inferengine up                                  the embedded model on http://127.0.0.1:8000
       inferengine up qwen3-0.6b                       a model from the Hugging Face hub
       inferengine up ./my-model --http.port 9000      a checkpoint folder
+      inferengine up ./model-Q4_K_M.gguf              a GGUF file, computed packed
+      inferengine up ./my-model --engines 4           an engine on each of four cards
       inferengine up --engine.max_num_seqs 128 --config service.toml
     """
     config = log_as_json(arguments)
+    if "engines" in arguments.given:
+        config = config.with_values(up={"engines": arguments.values["engines"]})
     stdio.protect(json_lines=config.log.format == "json")
     bring_model(config)
     with contextlib.ExitStack() as stack:
@@ -52,22 +75,29 @@ def run(arguments: Arguments) -> int:
             return ExitCode.ADDRESS
         config = config.with_values(
             wire={"socket": engine_address(config)},
+            up={"engines": num_engines(config, visible_cards())},
             http={} if config.http.uds else {"port": http.getsockname()[1]},
             ws={"port": ws.getsockname()[1]},
         )
+        engines = engine_specs(config, visible_cards())
+        config = config_of_front_ends(config)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="inferengine-up-")))
         starts = StartTimes(cache_directory() / "starts.json", _start_key(config))
         terminal = Terminal(
-            sys.stdout, json_lines=config.log.format == "json", usual_s=starts.usual_s() or first_estimate_s(config)
+            sys.stdout,
+            json_lines=config.log.format == "json",
+            name_width=max(len(spec.name) for spec in engines),
+            usual_s=starts.usual_s() or first_estimate_s(config),
         )
-        terminal.begin(f"starting {served_name(config)}: engine, HTTP and websocket front ends")
+        what = "engine" if len(engines) == 1 else f"{len(engines)} engines"
+        terminal.begin(f"starting {served_name(config)}: {what}, HTTP and websocket front ends")
 
         def when_ready(seconds: float) -> None:
             terminal.block(banner(config, http, ws, seconds))
             starts.keep(seconds)
 
         supervisor = Supervisor(
-            _spec("engine", config, None, watchdog_s=config.engine.frozen_after_s + WATCHDOG_MARGIN_S),
+            engines,
             [_spec("http", config, http), _spec("ws", config, ws)],
             folder,
             terminal,
@@ -92,7 +122,7 @@ def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: floa
             f"Ready after {seconds:.1f} s. Ctrl-C stops.",
             f"  HTTP       {address}",
             f"  chat page  {listen.url(ws, path='/', scheme='https' if config.ws.tls_certificate else 'http')}",
-            f"  ZeroMQ     {engine_address(config)}",
+            *(f"  ZeroMQ     {address}" for address in engine_addresses(config)),
             "Try:",
             f"  curl {target}/v1/completions -H 'Content-Type: application/json' \\",
             """    -d '{"prompt": "Once upon a time", "max_tokens": 40}'""",
@@ -126,7 +156,7 @@ class ModelNotFetched(ConfigError):
 def first_estimate_s(config: Config) -> float:
     """Seconds that a start may take of which nothing is remembered: from the size of the weights."""
     try:
-        weights = sum(path.stat().st_size for path in model_folder(config).glob("*.safetensors"))
+        weights = sum(path.stat().st_size for path in weight_paths(model_folder(config)))
     except (ConfigError, OSError):
         weights = 0
     on_gpu = config.engine.device != "cpu" and Path("/dev/nvidiactl").exists()
@@ -167,7 +197,8 @@ class StartTimes:
 
 def _start_key(config: Config) -> str:
     model = config.model
-    return f"{model.path or 'embedded'} {model.quantization} {model.load_format} {config.engine.device}"
+    engines = f" {config.up.engines} engines" if config.up.engines > 1 else ""
+    return f"{model.path or 'embedded'} {model.quantization} {model.load_format} {config.engine.device}{engines}"
 
 
 def _has_terminal() -> bool:
@@ -183,6 +214,94 @@ def _http_listener(config: Config) -> socket.socket:
     if config.http.uds:
         return listen.listen_unix(config.http.uds)
     return listen.listen_tcp(config.http.host, config.http.port, "http")
+
+
+def num_engines(config: Config, cards: Sequence[str]) -> int:
+    """Return how many engines to start: up.engines, 0 resolved. `cards`: those that are visible.
+
+    Raises ConfigError where there are too few cards, and for executors whose device is not on this machine."""
+    wanted, each, device = config.up.engines, config.engine.tensor_parallel, config.engine.device
+    if wanted != 1 and config.engine.executor in ("remote", "upstream"):
+        raise ConfigError(
+            "up.engines", f"engine.executor = {config.engine.executor} has its devices elsewhere: set it to 1"
+        )
+    if wanted == 1 or not _on_cards(config, cards):
+        return max(1, wanted)
+    fit = len(cards) // each
+    if wanted > fit or not fit:
+        per_engine = f" of {each} cards (engine.tensor_parallel)" if each > 1 else ""
+        remedy = f"ask for at most {fit}" if fit else "name them in CUDA_VISIBLE_DEVICES"
+        raise ConfigError(
+            "up.engines",
+            f"{wanted or 'any'} engines{per_engine} need {max(1, wanted) * each} cards, and {len(cards)} are visible "
+            f"(CUDA_VISIBLE_DEVICES, else /dev/nvidia*): {remedy}"
+            + ("" if device == "cuda" else ", or set engine.device to cpu"),
+        )
+    return wanted or fit
+
+
+def engine_specs(config: Config, cards: Sequence[str]) -> list[ChildSpec]:
+    """Return what to run for each of up.engines (resolved by `num_engines`).
+
+    One of several has its number in its name, its sockets and its ports, and its share of the cards or of the cores
+    and the memory. A single one has the configuration as it is."""
+    watchdog_s = config.engine.frozen_after_s + WATCHDOG_MARGIN_S
+    count = config.up.engines
+    if count == 1:
+        return [_spec("engine", config, None, watchdog_s=watchdog_s)]
+    specs = []
+    for number in range(count):
+        own = config_of_engine(config, number)
+        each = own.engine.tensor_parallel
+        devices: dict[str, str] = {}
+        cores: dict[str, str] = {}
+        if _on_cards(config, cards):
+            devices = {"CUDA_VISIBLE_DEVICES": ",".join(cards[number * each : (number + 1) * each])}
+        else:
+            own = own.with_values(cache={"memory_fraction": (config.cache.memory_fraction or CPU_SHARE) / count})
+            cores = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
+        spec = _spec("engine", own, None, watchdog_s=watchdog_s)
+        command = [*spec.command, "--engine.name", own.engine.name]  # says which it is in a list of processes
+        environment = {**cores, **spec.environment, **devices}
+        specs.append(spec._replace(name=f"engine-{number}", command=command, environment=environment))
+    return specs
+
+
+def config_of_engine(config: Config, number: int) -> Config:
+    """Return the configuration of one of several engines: names and addresses are its own."""
+    wire = {"socket": _numbered(config.wire.socket, number), "engines": ""}
+    if config.wire.tcp:
+        wire["tcp"] = _numbered(config.wire.tcp, number)
+    engine: dict[str, Any] = {"name": f"{config.engine.name}-{number}"}
+    if config.engine.metrics_port:
+        engine["metrics_port"] = config.engine.metrics_port + number
+    return config.with_values(wire=wire, engine=engine)
+
+
+def config_of_front_ends(config: Config) -> Config:
+    """Return the configuration of the front ends: of several engines they know all, beside those of wire.engines."""
+    if config.up.engines == 1:
+        return config
+    own = [engine_address(config_of_engine(config, number)) for number in range(config.up.engines)]
+    named = engine_addresses(config) if config.wire.engines else []
+    policy = "prefix_affinity" if config.wire.load_balancing == "auto" else config.wire.load_balancing
+    addresses = list(dict.fromkeys([*own, *named]))
+    return config.with_values(wire={"engines": ",".join(addresses), "load_balancing": policy})
+
+
+def _on_cards(config: Config, cards: Sequence[str]) -> bool:
+    device = config.engine.device
+    return device == "cuda" or (device == "auto" and bool(cards))
+
+
+def _numbered(address: str, number: int) -> str:
+    """The address of one of several engines: `engine.sock` → `engine-1.sock`; over TCP each third port, for the two
+    after an engine's are those of its STATUS and of its KV events."""
+    before, dot, ending = address.rpartition(".")
+    if address.startswith("tcp://"):
+        host, _, port = address.rpartition(":")
+        return f"{host}:{int(port) + 3 * number}" if port.isdigit() else address
+    return f"{before}-{number}.{ending}" if dot and "/" not in ending else f"{address}-{number}"
 
 
 def _spec(name: str, config: Config, listener: socket.socket | None, *, watchdog_s: float = 0.0) -> ChildSpec:

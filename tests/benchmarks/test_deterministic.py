@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.deterministic import Requests, different
 from benchmarks.offline import Bench
 from inferengine.config import load
-from inferengine.core.step_plan import TokenLogprobs
+from inferengine.core.executor import TokenLogprobs
 
 
 def logprobs(value: float) -> list[TokenLogprobs]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.device import switched
-from benchmarks.ladder import WORKLOADS, make_rungs, measure, sizes_for
+from benchmarks.ladder import longest_for, make_rungs, measure, sizes_for
+from inferengine.bench.load_options import WORKLOADS
 from inferengine.simulation.cost_model import DeviceProfile, linear_cost
 from inferengine.simulation.virtual_engine import VirtualClock, VirtualExecutor
 
@@ -29,9 +30,9 @@ def figure(profile: DeviceProfile, on_cuda: bool, name: str, workload: str) -> f
     clock = VirtualClock()
     capacity = profile.capacity()
     executor: Any = VirtualExecutor(capacity, profile.cost, clock, 2 if rung.overlap else 1)
-    item = next(item for item in WORKLOADS if item.name == workload)
     seconds: Any = SimpleNamespace(now=clock.read)
-    return measure(executor, capacity, rung, item, sizes_for(capacity, on_cuda), seconds, seed=1)
+    max_len = longest_for(capacity, on_cuda)
+    return measure(executor, capacity, rung, workload, sizes_for(on_cuda, max_len), seconds, 1, max_len)
 
 
 @pytest.mark.parametrize(("profile", "on_cuda"), [(CPU, False), (CARD, True)], ids=["cpu", "card"])
@@ -48,7 +49,7 @@ def test_a_rung_gives_what_its_workload_shows(
     profile: DeviceProfile, on_cuda: bool, workload: str, below: str, rung: str
 ) -> None:
     before, after = (figure(profile, on_cuda, name, workload) for name in (below, rung))
-    higher_is_better = next(item.higher_is_better for item in WORKLOADS if item.name == workload)
+    higher_is_better = WORKLOADS[workload].higher_is_better
     gain = after / before if higher_is_better else before / after
     assert gain > GAINS[rung.removeprefix("+ ")]
 

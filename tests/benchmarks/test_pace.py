@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.device import Clock
 from benchmarks.pace import INTERVAL_S, WORKS, Yardstick, works_of
-from inferengine.core.step_plan import StepPlan
+from inferengine.core.executor import StepPlan
 
 
 class FakeExecutor:

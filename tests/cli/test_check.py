@@ -1,4 +1,4 @@
-"""`inferengine check`: which Python the systemd units can run."""
+"""`inferengine check`: which Python the systemd units can run, and what an executor needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from inferengine.cli.check import out_of_reach
+from inferengine.cli import check
+from inferengine.cli.check import OK, PROBLEM, out_of_reach
+from inferengine.config import Config
 
 
 class TestInterpreterOfTheUnits:
@@ -28,3 +30,19 @@ class TestInterpreterOfTheUnits:
 
     def test_the_systems_own_is_within_reach(self) -> None:
         assert out_of_reach(Path("/usr/bin/env")) == ""
+
+
+class TestOnnxRuntime:
+    ASKED = Config().with_values(engine={"executor": "onnx"})
+
+    def test_its_versions_are_said_where_it_is_asked_for(self) -> None:
+        assert list(check.onnx(Config())) == []
+        (finding,) = check.onnx(self.ASKED)
+        assert finding.grade == OK
+        assert "onnxruntime 1." in finding.text
+
+    def test_a_package_that_is_missing_is_named_with_its_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name)
+        (finding,) = check.onnx(self.ASKED)
+        assert finding.grade == PROBLEM
+        assert "onnxruntime not installed: pip install 'inferengine[onnx]'" in finding.text

@@ -9,7 +9,7 @@ import pytest
 
 from inferengine.cli import main as cli
 from inferengine.cli.fetch import duration, progress_text
-from inferengine.config.model_names import NAMES, hub_id, near_names
+from inferengine.config.model_path import NAMES, hub_id, near_names
 from inferengine.errors import ExitCode
 from tests.cli.fake_hub import COMMIT, fake_hub
 

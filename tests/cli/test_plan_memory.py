@@ -13,8 +13,9 @@ from benchmarks.shapes import LLAMA_3_1_8B
 from inferengine.cli.main import main
 from inferengine.config import Config
 from inferengine.errors import ExitCode
-from inferengine.executor.cuda_graphs import mixed as mixed_graphs
+from inferengine.executor import cuda_graphs
 from inferengine.executor.memory.plan import (
+    COMMUNICATOR_BYTES,
     GRAPH_BYTES,
     MemoryPlan,
     activation_bytes,
@@ -62,6 +63,8 @@ def test_each_of_two_cards_holds_half_of_the_model_and_of_the_cache(
     assert two["kv_bytes_per_token"] == one["kv_bytes_per_token"] / 2
     assert two["kv_tokens"] > 2 * one["kv_tokens"]
     assert planned("--engine.tensor_parallel", "2") == two
+    inbox = 2 * 8192 * (8192 + 8) + 2 * 64 * 2 * 8192  # even and odd; whole rows with flags, packets of 64
+    assert two["bytes"]["context"] - one["bytes"]["context"] == COMMUNICATOR_BYTES + inbox
 
 
 def test_more_cards_than_divide_the_heads_are_refused(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,9 +78,9 @@ def test_every_graph_that_is_captured_counts_those_of_steps_with_prompts_among_t
     config = Config().with_values(model={"path": str(llama)}, engine={"max_num_seqs": 256})
     settings = executor_settings(config, torch.device("cuda"))
     shape, _ = registry.read_model_config(llama)
-    shapes = mixed_graphs.shapes_to_capture(256, 8192, 15e-6)  # at most 400 prompt tokens
+    shapes = cuda_graphs.shapes_to_capture(256, 8192, 15e-6)  # at most 400 prompt tokens
     assert len(shapes) == 23  # four numbers of decodes, six of prompt tokens; two of them are the same without 448
-    buffers = activation_bytes(shape, 256 + 384, 256 + mixed_graphs.PROMPT_ROWS, torch.bfloat16)
+    buffers = activation_bytes(shape, 256 + 384, 256 + cuda_graphs.PROMPT_ROWS, torch.bfloat16)
     size = graph_bytes(shape, settings, torch.bfloat16, shapes)
     assert size == (35 + 23) * GRAPH_BYTES + buffers
     plan = make_plan(settings, 80 << 30)  # for a device that is not here: every shape counts

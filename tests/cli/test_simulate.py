@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from inferengine.bench import plots
 from inferengine.cli import simulate
 from inferengine.errors import ConfigError
-from inferengine.simulation import plots
 
 
 def test_a_run_prints_the_table_and_writes_json_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,6 +39,17 @@ def test_a_recorded_trace_is_played(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "2 submitted, 2 finished" in capsys.readouterr().out
 
 
+def test_two_devices_that_share_the_model_are_faster_than_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def seconds(*words: str) -> float:
+        assert simulate.run(["--requests", "20", "--rate", "20", "--json", *words]) == 0
+        report = json.loads(capsys.readouterr().out)
+        return float(report["latency_ms"]["end_to_end"]["mean"])
+
+    one, two = seconds(), seconds("--tensor-parallel", "2")
+    assert one / 2 < two < one
+    assert seconds("--engine.tensor_parallel", "2") == two
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -52,6 +63,7 @@ def test_a_recorded_trace_is_played(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--fail", "nan:0"], "--fail"),
         (["--fail", "1:0:inf"], "--fail"),
         (["--cost", "nothing"], "--cost"),
+        (["--tensor-parallel", "4"], "--tensor-parallel"),
         (["--trace", "nowhere.jsonl"], "--trace"),
         (["--prompt-tokens", "many"], "--prompt-tokens"),
         (["--request", "5"], "--request"),

@@ -9,7 +9,7 @@ import pytest
 from inferengine.cli import up
 from inferengine.cli.up import ModelNotFetched, StartTimes, bring_model, first_estimate_s
 from inferengine.config import Config
-from inferengine.errors import ExitCode
+from inferengine.errors import ConfigError, ExitCode
 
 
 def test_the_last_start_of_the_same_model_is_remembered(tmp_path: Path) -> None:
@@ -72,3 +72,73 @@ def test_a_model_that_is_there_is_not_fetched_and_one_that_is_not_ends_the_start
     with pytest.raises(ModelNotFetched):
         bring_model(Config().with_values(model={"path": "qwen3-0.6b"}))
     assert started[0][-2:] == ["fetch", "qwen3-0.6b"]
+
+
+# -- several engines ---------------------------------------------------------------------------------------------------
+
+
+def several(count: int, **sections: dict[str, object]) -> Config:
+    return (
+        Config().with_values(up={"engines": count}, wire={"socket": "ipc:///run/x/engine.sock"}).with_values(**sections)
+    )
+
+
+def test_each_engine_has_its_own_cards_name_socket_and_ports() -> None:
+    config = several(2, engine={"tensor_parallel": 2, "metrics_port": 9000}, wire={"tcp": "tcp://127.0.0.1:5555"})
+    first, second = up.engine_specs(config, ["4", "5", "GPU-1f", "GPU-2f"])
+    assert (first.name, second.name) == ("engine-0", "engine-1")
+    assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in (first, second)] == ["4,5", "GPU-1f,GPU-2f"]
+    assert second.command[-2:] == ["--engine.name", "engine-1"]
+    found = [second.environment[f"INFERENGINE_{key}"] for key in ("WIRE_SOCKET", "WIRE_TCP", "ENGINE_METRICS_PORT")]
+    assert found == ["ipc:///run/x/engine-1.sock", "tcp://127.0.0.1:5558", "9001"]
+
+
+def test_on_a_cpu_engines_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(up.os, "sched_getaffinity", lambda pid: set(range(8)))
+    specs = up.engine_specs(several(2), [])
+    assert {spec.environment["OMP_NUM_THREADS"] for spec in specs} == {"4"}
+    assert {spec.environment["INFERENGINE_CACHE_MEMORY_FRACTION"] for spec in specs} == {"0.125"}
+    assert not any("CUDA_VISIBLE_DEVICES" in spec.environment for spec in specs)
+
+
+def test_front_ends_know_all_engines_and_send_equal_beginnings_to_one() -> None:
+    wire = up.config_of_front_ends(several(2, wire={"engines": "tcp://10.0.0.2:5555"})).wire
+    assert wire.engines == "ipc:///run/x/engine-0.sock,ipc:///run/x/engine-1.sock,tcp://10.0.0.2:5555"
+    assert wire.load_balancing == "prefix_affinity"
+    assert (
+        up.config_of_front_ends(several(2, wire={"load_balancing": "round_robin"})).wire.load_balancing == "round_robin"
+    )
+
+
+def test_a_single_engine_has_the_configuration_as_it_is() -> None:
+    config = several(1)
+    (spec,) = up.engine_specs(config, ["0", "1"])
+    assert (spec.name, spec.environment["INFERENGINE_WIRE_SOCKET"]) == ("engine", "ipc:///run/x/engine.sock")
+    assert up.config_of_front_ends(config) == config
+
+
+@pytest.mark.parametrize(
+    ("wanted", "each", "device", "cards", "found"),
+    [(0, 2, "auto", "0123", 2), (4, 1, "auto", "0123", 4), (3, 1, "cpu", "", 3), (0, 1, "cpu", "01", 1)],
+)
+def test_the_number_of_engines_is_what_the_cards_allow(
+    wanted: int, each: int, device: str, cards: str, found: int
+) -> None:
+    config = several(wanted, engine={"tensor_parallel": each, "device": device})
+    assert up.num_engines(config, list(cards)) == found
+
+
+@pytest.mark.parametrize(
+    ("engine", "cards", "message"),
+    [
+        ({"tensor_parallel": 2}, "012", r"3 engines of 2 cards .* need 6 cards, and 3 are visible .*ask for at most 1"),
+        ({"device": "cuda"}, "", "3 engines need 3 cards, and 0 are visible"),
+        ({"executor": "remote"}, "012", "engine.executor = remote has its devices elsewhere"),
+    ],
+)
+def test_more_engines_than_cards_are_refused(engine: dict[str, object], cards: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        up.num_engines(several(3, engine=engine), list(cards))
+    assert caught.value.field == "up.engines"

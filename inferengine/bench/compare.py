@@ -1,0 +1,347 @@
+"""Compare this engine with vLLM in process: decode, prefill, first token and loads, on the same cards, random weights.
+
+`inferengine bench compare` runs one process for each model and side, the peer first, then ours, on one card. Models are
+spread over the cards, so that all cards measure at once. This file is also the program of those processes: it imports
+nothing of this package unless it measures it, so that the peer may have a Python of its own.
+
+Workloads, for both sides the same token ids of the same seeds, without prefix cache:
+
+- `decode R`: milliseconds of a step of R sequences; prompts of 128 tokens; (median of 192 output tokens - median of 1)
+  / 191, so that neither prompts nor set-up count
+- `prefill`: prompt tokens per second of 8 prompts of 4,096; where the model's context allows
+- `first token`: milliseconds to the only token of one prompt of 1,024
+- `short`, `short sampled`: output tokens per second of 400 requests at once, 128 to 384 in, 32 to 96 out, greedy and
+  with temperature 1 and top_p 0.95
+- `long`: output tokens per second of 4 prompts of 30,000 at once, 65 out each; where the model's context allows
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+Row = dict[str, Any]
+Report = Callable[[str, str, float], None]  # workload, unit, value
+
+SIDES = ("peer", "ours")  # in this order: the card is as warm for the peer as it gets
+ROWS = (1, 16, 64, 128, 256)
+OUTPUT = 192
+PREFILL_INPUT = 4096
+LONG_INPUT, LONG_OUTPUT = 30_000, 65
+MARK = "ROW "
+LIMIT_S = 300.0
+LOWER_IS_BETTER = ("s", "ms", "ms per step")
+WORKLOADS = ("decode", "prefill", "first-token", "short", "long")
+SETTINGS = {
+    "peer": "vllm.LLM: bfloat16, load_format dummy, enable_prefix_caching False, all else default (compiled, CUDA "
+    "graphs, asynchronous scheduling)",
+    "ours": "inferengine.LLM: bfloat16, load_format dummy, cache.prefix_caching false, all else default",
+}
+
+
+# -- one side, in a process of its own -------------------------------------------------------------------------------
+
+
+class Side(Protocol):
+    """An engine that completes token ids."""
+
+    def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], *, sampled: bool = False) -> float:
+        """Seconds for these requests, submitted at once; each gives exactly its number of output tokens."""
+        ...
+
+
+class Ours:
+    """inferengine.LLM."""
+
+    def __init__(self, folder: str, max_model_len: int) -> None:
+        from inferengine import LLM, SamplingParams
+
+        self._params: Callable[..., Any] = SamplingParams
+        model = {"load_format": "dummy", "max_model_len": max_model_len}
+        self._llm = LLM(folder, model=model, cache={"prefix_caching": False})
+
+    def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], *, sampled: bool = False) -> float:
+        """Seconds of LLM.generate."""
+        draw = {"temperature": 1.0, "top_p": 0.95} if sampled else {"temperature": 0.0}
+        params = [self._params(max_tokens=output, ignore_eos=True, **draw) for output in outputs]
+        begin = time.perf_counter()
+        found = self._llm.generate(list(prompts), params, progress=False)
+        seconds = time.perf_counter() - begin
+        require_lengths([len(one.choices[0].token_ids) for one in found], outputs)
+        return seconds
+
+
+class Peer:
+    """vllm.LLM."""
+
+    def __init__(self, folder: str, max_model_len: int) -> None:
+        vllm: Any = importlib.import_module("vllm")
+        self._params: Callable[..., Any] = vllm.SamplingParams
+        self._llm = vllm.LLM(
+            model=folder,
+            load_format="dummy",
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=max_model_len,
+            enable_prefix_caching=False,
+            seed=0,
+        )
+
+    def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], *, sampled: bool = False) -> float:
+        """Seconds of LLM.generate."""
+        draw = {"temperature": 1.0, "top_p": 0.95} if sampled else {"temperature": 0.0}
+        params = [self._params(max_tokens=output, ignore_eos=True, detokenize=False, **draw) for output in outputs]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        begin = time.perf_counter()
+        found = self._llm.generate(requests, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        require_lengths([len(one.outputs[0].token_ids) for one in found], outputs)
+        return seconds
+
+
+def require_lengths(lengths: Sequence[int], outputs: Sequence[int]) -> None:
+    """Raise RuntimeError where an output is shorter or longer than was asked for: its time would mean nothing."""
+    if list(lengths) != list(outputs):
+        raise RuntimeError(f"outputs of {lengths[:4]}... tokens instead of {list(outputs)[:4]}...")
+
+
+def measure(
+    side: Side, vocab_size: int, workloads: Sequence[str], rows: Sequence[int], context: int, tell: Report
+) -> None:
+    """Measure the workloads one after the other. `context`: tokens that the model can hold."""
+    rng = random.Random(9)
+    most = min(vocab_size, 120_000) - 1
+
+    def prompts(lengths: Sequence[int]) -> list[list[int]]:
+        return [[rng.randint(10, most) for _ in range(length)] for length in lengths]
+
+    for lengths, output in (([128] * 4, 16), ([64] * 200, 8), ([2048] * 2, 4)):
+        side.generate_s(prompts(lengths), [output] * len(lengths))
+    if "decode" in workloads:
+        for count in rows:
+            batch = prompts([128] * count)
+            side.generate_s(batch, [8] * count)
+            one_s = statistics.median(side.generate_s(batch, [1] * count) for _ in range(3))
+            all_s = statistics.median(side.generate_s(batch, [OUTPUT] * count) for _ in range(2))
+            tell(f"decode {count}", "ms per step", 1e3 * (all_s - one_s) / (OUTPUT - 1))
+    if "prefill" in workloads and context > PREFILL_INPUT:
+        batch = prompts([PREFILL_INPUT] * 8)
+        side.generate_s(batch, [1] * 8)
+        seconds = statistics.median(side.generate_s(batch, [1] * 8) for _ in range(2))
+        tell("prefill", "prompt tokens/s", 8 * PREFILL_INPUT / seconds)
+    if "first-token" in workloads:
+        batch = prompts([1024])
+        side.generate_s(batch, [1])
+        tell("first token", "ms", 1e3 * statistics.median(side.generate_s(batch, [1]) for _ in range(5)))
+    if "short" in workloads:
+        lengths, outputs = [rng.randint(128, 384) for _ in range(400)], [rng.randint(32, 96) for _ in range(400)]
+        batch = prompts(lengths)
+        tell("short", "output tokens/s", sum(outputs) / side.generate_s(batch, outputs))
+        side.generate_s(batch[:100], [4] * 100, sampled=True)
+        tell("short sampled", "output tokens/s", sum(outputs) / side.generate_s(batch, outputs, sampled=True))
+    if "long" in workloads and context > LONG_INPUT + LONG_OUTPUT:
+        batch = prompts([LONG_INPUT] * 4)
+        side.generate_s(prompts([LONG_INPUT]), [2])
+        tell("long", "output tokens/s", 4 * LONG_OUTPUT / side.generate_s(batch, [LONG_OUTPUT] * 4))
+
+
+def run_side(arguments: argparse.Namespace) -> None:
+    """Be the process of one side: print a line for each figure."""
+    config = json.loads((Path(arguments.folder) / "config.json").read_text())
+    rows = [int(number) for number in arguments.rows.split(",")]
+
+    def tell(workload: str, unit: str, value: float) -> None:
+        print(MARK + json.dumps({"workload": workload, "unit": unit, "value": round(value, 4)}), flush=True)
+
+    context = min(int(config.get("max_position_embeddings", 16_384)), LONG_INPUT + 2768)
+    begin = time.perf_counter()
+    side: Side = (Ours if arguments.side == "ours" else Peer)(arguments.folder, context)
+    tell("load and warm-up", "s", time.perf_counter() - begin)
+    measure(side, int(config["vocab_size"]), arguments.workloads.split(","), rows, context, tell)
+
+
+# -- both sides --------------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """What is measured, and how. `cards`: values of CUDA_VISIBLE_DEVICES. `peer_path`: folders for the peer's
+    PYTHONPATH. `limit_s`: seconds for one side of one model. `environment`: variables of the processes."""
+
+    folders: Sequence[Path]
+    cards: Sequence[str]
+    sides: Sequence[str]
+    workloads: Sequence[str]
+    rows: Sequence[int]
+    peer_python: str
+    peer_path: str
+    limit_s: float
+    environment: Mapping[str, str]
+
+
+class Comparison:
+    """Runs the processes of both sides: each model on one card, as many models at once as there are cards."""
+
+    def __init__(self, plan: Plan, *, progress: Callable[[str], None], measured: Callable[[Comparison], None]) -> None:
+        """`progress` takes a line for each figure; `measured` is called after each side of each model, one call at a
+        time."""
+        self._plan = plan
+        self._waiting = list(plan.folders)
+        self._progress = progress
+        self._measured = measured
+        self._lock = threading.Lock()
+        self.rows: list[Row] = []
+        self.failures: list[Row] = []
+
+    def run(self) -> None:
+        """Measure everything: into `rows` and `failures`."""
+        lanes = [threading.Thread(target=self._lane, args=(index,)) for index in range(len(self._plan.cards))]
+        for lane in lanes:
+            lane.start()
+        for lane in lanes:
+            lane.join()
+
+    def _lane(self, index: int) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                folder = self._waiting.pop(0)
+            with tempfile.TemporaryDirectory() as scratch:
+                usable = with_tokenizer(folder, Path(scratch))
+                for side in (side for side in SIDES if side in self._plan.sides):
+                    self._measure(side, folder.name, usable, index)
+                    with self._lock:
+                        self._measured(self)
+
+    def _measure(self, side: str, model: str, folder: Path, index: int) -> None:
+        plan = self._plan
+        python = plan.peer_python if side == "peer" else sys.executable
+        command = [*_bound(index, len(plan.cards)), python, __file__, side, str(folder)]
+        command += ["--workloads", ",".join(plan.workloads), "--rows", ",".join(map(str, plan.rows))]
+        environment = {**plan.environment, "CUDA_VISIBLE_DEVICES": plan.cards[index]}
+        path = plan.peer_path if side == "peer" else str(Path(__file__).resolve().parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [path, environment.get("PYTHONPATH", "")]))
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        ) as child:
+            timer = threading.Timer(plan.limit_s, os.killpg, (child.pid, signal.SIGKILL))
+            timer.start()
+            last = self._read(child, model, side, index)
+            code = child.wait()
+            timer.cancel()
+        if code:
+            self._progress(f"{model}, {side}: ended with {code}\n{''.join(last)}")
+            with self._lock:
+                self.failures.append({"model": model, "side": side, "code": code, "output": "".join(last)[-2000:]})
+
+    def _read(self, child: subprocess.Popen[str], model: str, side: str, index: int) -> list[str]:
+        """Take the rows that a side prints until it ends; returns the last of its other lines."""
+        assert child.stdout is not None
+        last: list[str] = []
+        for line in child.stdout:
+            if line.startswith(MARK):
+                row = {
+                    "model": model,
+                    "side": side,
+                    "card": self._plan.cards[index],
+                    **json.loads(line.removeprefix(MARK)),
+                }
+                self._progress(f"{model}, {row['workload']}, {side}: {row['value']:,} {row['unit']}")
+                with self._lock:
+                    self.rows.append(row)
+            else:
+                last = [*last[-30:], line]
+        return last
+
+
+def _bound(index: int, lanes: int) -> list[str]:
+    """The command that binds a lane to its share of the processors, where there is one."""
+    processors = sorted(os.sched_getaffinity(0))
+    share = len(processors) // lanes
+    if lanes == 1 or share == 0 or shutil.which("taskset") is None:
+        return []
+    return ["taskset", "-c", ",".join(map(str, processors[index * share : (index + 1) * share]))]
+
+
+def with_tokenizer(folder: Path, scratch: Path) -> Path:
+    """A folder with this model's config.json and a tokenizer: its own folder, or `scratch` with one of 256 bytes."""
+    if (folder / "tokenizer.json").exists():
+        return folder
+    letters = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256))]
+    letters += [chr(256 + index) for index in range(256 - len(letters))]
+    model = {"type": "BPE", "vocab": {letter: index for index, letter in enumerate(letters)}, "merges": []}
+    bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    document = {"version": "1.0", "pre_tokenizer": bytes_of, "decoder": bytes_of, "model": model}
+    (scratch / "tokenizer.json").write_text(json.dumps(document))
+    (scratch / "tokenizer_config.json").write_text("{}")
+    shutil.copy(folder / "config.json", scratch / "config.json")
+    return scratch
+
+
+def joined(rows: Sequence[Row]) -> list[Row]:
+    """One row for each model and workload: `ours`, `peer` and `ratio`, above 1 where ours is better."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        both = found.setdefault(
+            (row["model"], row["workload"]), {name: row[name] for name in ("model", "workload", "unit")}
+        )
+        both[row["side"]] = row["value"]
+    for both in found.values():
+        if both.get("ours") and both.get("peer"):
+            less = both["unit"] in LOWER_IS_BETTER
+            both["ratio"] = round(both["peer"] / both["ours"] if less else both["ours"] / both["peer"], 3)
+    return list(found.values())
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The comparison as a table: a line for each model, a column for each workload, `ours (ratio)` in each cell."""
+    workloads = list(dict.fromkeys(row["workload"] for row in document["rows"]))
+    models = list(dict.fromkeys(row["model"] for row in document["rows"]))
+    cells = {(row["model"], row["workload"]): _cell(row) for row in document["rows"]}
+    units = {row["workload"]: row["unit"] for row in document["rows"]}
+    lines = [["model", *(f"{name}, {units[name]}" for name in workloads)], ["---"] * (len(workloads) + 1)]
+    lines += [[model, *(cells.get((model, name), "") for name in workloads)] for model in models]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(row: Row) -> str:
+    value = next((row[side] for side in ("ours", "peer") if side in row), None)
+    if value is None:
+        return ""
+    text = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    if "ours" not in row:
+        return f"(peer {text})"
+    return f"{text} ({row['ratio']:.2f})" if "ratio" in row else text
+
+
+def main() -> None:
+    """Be one side's process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("side", choices=SIDES)
+    parser.add_argument("folder")
+    parser.add_argument("--workloads", required=True)
+    parser.add_argument("--rows", required=True)
+    run_side(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

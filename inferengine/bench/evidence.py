@@ -1,0 +1,362 @@
+"""Evidence: results in benchmarks/results, the documents that quote them, and the runs that make them.
+
+Each file there is one result: JSON whose `environment` names at least `revision` and `date`. A document quotes it so:
+
+    41,492 <!-- figure: compare-h200.json rows/6/ours -->      the number before the comment, rounded as it is written
+    3.91 / 5.03 <!-- figure: FILE rows/0/ours rows/3/ours -->  the last numbers before it, in order
+    12 % <!-- figure: FILE rows/name=two+words/share *100 -->  an entry of a list by a key; a scale for the numbers
+
+A section of a document in DOCUMENTS with measured figures has such a comment, or names a file of benchmarks/results, or
+says `no raw file was kept`; one whose figures are settings or limits says `<!-- no measurement -->`. `problems` finds
+what is missing or differs; a test calls it. `inferengine evidence` runs what this machine can, writes the results and
+docs/evidence/index.md, their list, and corrects the numbers before comments.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from inferengine.bench.environment import ROOT
+from inferengine.config.environment import variables
+from inferengine.errors import InferEngineError
+
+RESULTS = ROOT / "benchmarks" / "results"
+EVIDENCE = ROOT / "docs" / "evidence"
+INDEX = EVIDENCE / "index.md"
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md")
+GENERATED = ("docs/reference/", "docs/models.md", "docs/parameters.md", "docs/configuration.md")
+MEASURED = re.compile(
+    r"\d[\d,.]*\s?(?:(?:output |prompt |of )?tokens/s|tokens per second|tok/s|(?:ms|us|µs|TFLOP/s|TB/s)\b"
+    r"|(?:GB|events|requests|messages)/s)"
+)
+FIGURE = re.compile(r"<!-- figure: (?P<file>\S+) (?P<paths>[^>]+?) -->")
+TABLE = re.compile(r"<!-- [\w.-]+ -->\n\|")  # of benchmarks.published
+NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
+NO_FILE, NO_MEASUREMENT = "no raw file was kept", "<!-- no measurement -->"
+OLD_COMMITS = 100  # of the code, since a result was measured
+CODE = ("inferengine", "frontends")
+START_S = 180.0
+
+
+@contextmanager
+def local_service(*flags: str, core: int | None = None, name: str = "up") -> Iterator[str]:
+    """Run `inferengine up` with these flags, on one core where that is given, and yield its HTTP address.
+
+    Raises InferEngineError where it is not ready after START_S, with what it wrote last.
+    """
+    bound = [] if core is None else ["taskset", "--cpu-list", str(core)]
+    command = [*bound, sys.executable, "-m", "inferengine.cli", "up", "--http.port", "0", "--ws.port", "0", *flags]
+    with tempfile.TemporaryDirectory(prefix="ie-") as folder:
+        log = Path(folder) / f"{name}.log"
+        with log.open("wb") as file:
+            child = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                env={**variables(), "XDG_RUNTIME_DIR": folder, "PYTHONPATH": str(ROOT)},
+            )
+        try:
+            yield _address(child, log)
+        finally:
+            child.terminate()
+            child.wait(60)
+
+
+def _address(child: subprocess.Popen[bytes], log: Path) -> str:
+    end = time.monotonic() + START_S
+    while True:
+        text = log.read_text(errors="replace")
+        found = re.search(r"HTTP\s+(http://\S+)", text)
+        if found is not None and "Ready after" in text:
+            return found.group(1)
+        if time.monotonic() > end or child.poll() is not None:
+            raise InferEngineError("engine_unavailable", f"inferengine up is not ready: {text[-2000:]}")
+        time.sleep(0.1)
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Return every result by the name of its file."""
+    return {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def value_at(document: Any, path: str) -> float:
+    """Return the number at a path of keys, indices and `key=value`, with `+` for a space. Raises LookupError."""
+    for part in path.split("/"):
+        name = part.replace("+", " ")
+        if isinstance(document, list) and "=" in name:
+            key, _, wanted = name.partition("=")
+            found = [entry for entry in document if str(entry.get(key)) == wanted]
+            if len(found) != 1:
+                raise LookupError(f"{len(found)} entries have {name}")
+            document = found[0]
+        elif isinstance(document, list):
+            document = document[int(name)]
+        else:
+            document = document[name]
+    if isinstance(document, bool) or not isinstance(document, int | float):
+        raise LookupError(f"{path} is no number")
+    return float(document)
+
+
+def rounded(value: float, written: str) -> str:
+    """Return the value with as many decimals, and separators where `written` has them."""
+    decimals = len(written.partition(".")[2])
+    return f"{value:,.{decimals}f}" if "," in written or abs(value) < 1000 else f"{value:.{decimals}f}"
+
+
+def problems_of_results(results: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Return a sentence for each result that does not say what it was measured with."""
+    missing = []
+    for name, result in results.items():
+        about = result.get("environment")
+        for key in ("revision", "date"):
+            if not isinstance(about, dict) or not about.get(key):
+                missing.append(f"benchmarks/results/{name} has no environment.{key}")
+    return missing
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+
+def problems_of_document(name: str, text: str, results: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Return a sentence for each figure that differs from its result, and each section whose figures have none."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        found += [f"{name}:{number}: {complaint}" for complaint in _differences(line, results)]
+    for section in re.split(r"(?m)^(?=#{1,6} )", text):
+        if MEASURED.search(section) and not _has_source(section, results):
+            title = section.partition("\n")[0]
+            found.append(f"{name}: '{title}' has measured figures and names neither a result nor that none was kept")
+    return found
+
+
+def _quotes(line: str) -> Iterator[tuple[str, list[str], float, list[re.Match[str]]]]:
+    """Of each comment of a line: its file, its paths, the scale, and the numbers that it is about."""
+    end = 0
+    for match in FIGURE.finditer(line):
+        *paths, last = match["paths"].split()
+        scale = 1.0
+        if last[0] in "*/" and last[1:].replace(".", "").isdigit():
+            scale = float(last[1:]) if last[0] == "*" else 1.0 / float(last[1:])
+        else:
+            paths.append(last)
+        yield match["file"], paths, scale, list(NUMBER.finditer(line, end, match.start()))[-len(paths) :]
+        end = match.end()
+
+
+def _differences(line: str, results: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    for file, paths, scale, numbers in _quotes(line):
+        if file not in results:
+            yield f"there is no benchmarks/results/{file}"
+        elif len(numbers) < len(paths):
+            yield f"{len(paths)} paths and {len(numbers)} numbers before them"
+        else:
+            for number, path in zip(numbers, paths, strict=True):
+                try:
+                    right = rounded(scale * value_at(results[file], path), number[0])
+                except (LookupError, ValueError, TypeError, AttributeError) as error:
+                    yield f"{file} has no number at {path}: {error}"
+                    continue
+                if right != number[0]:
+                    yield f"{number[0]} is {right} in {file} at {path}"
+
+
+def corrected(text: str, results: Mapping[str, dict[str, Any]]) -> str:
+    """Return a document with every number before a comment as its result has it, with as many decimals as it had.
+
+    Raises LookupError for a path that leads nowhere.
+    """
+    lines = []
+    for line in text.splitlines(keepends=True):
+        for file, paths, scale, numbers in reversed(list(_quotes(line))):
+            for number, path in reversed(list(zip(numbers, paths, strict=True))):
+                right = rounded(scale * value_at(results[file], path), number[0])
+                line = line[: number.start()] + right + line[number.end() :]
+        lines.append(line)
+    return "".join(lines)
+
+
+def _has_source(section: str, results: Mapping[str, dict[str, Any]]) -> bool:
+    if NO_MEASUREMENT in section or NO_FILE in " ".join(section.split()) or FIGURE.search(section):
+        return True
+    return bool(TABLE.search(section)) or any(f"{name}" in section for name in results)
+
+
+def documents() -> dict[str, str]:
+    """Return the text of every document that is not made from code, by its path in the checkout."""
+    paths = {path for pattern in DOCUMENTS for path in ROOT.glob(pattern)}
+    names = sorted(str(path.relative_to(ROOT)) for path in paths)
+    return {name: (ROOT / name).read_text() for name in names if not name.startswith(GENERATED)}
+
+
+def problems() -> list[str]:
+    """Return everything that is wrong with results and documents, a sentence each."""
+    results = read_results()
+    found = problems_of_results(results)
+    for name, text in documents().items():
+        found += problems_of_document(name, text, results)
+    page = INDEX.read_text()
+    listed = {name: result for name, result in results.items() if f"[{name}]" in page}  # --write lists new ones
+    if not problems_of_results(results) and page != index(listed, known_ages(page)):
+        found.append(f"{INDEX.relative_to(ROOT)} is not what the results say: inferengine evidence --write")
+    return found
+
+
+# -- the index --------------------------------------------------------------------------------------------------------
+
+
+def index(results: Mapping[str, dict[str, Any]], age: Callable[[str, str], str]) -> str:
+    """Return docs/evidence/index.md. `age`: of a file and its revision, how old it is in words."""
+    lines = [
+        "# Evidence",
+        "",
+        "Every result in benchmarks/results, made by `inferengine evidence --write`. *Old*: more than "
+        f"{OLD_COMMITS} commits have changed the code since, counted when this page was made. What each row of the "
+        "audit shows today is in [audit](audit.md).",
+        "",
+        "| result | benchmark | date | revision | age | machine | command |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        about = result["environment"]
+        cells = (
+            f"[{name}](../../benchmarks/results/{name})",
+            str(result.get("benchmark", "")),
+            str(about["date"])[:10],
+            f"{about['revision']}{' (of the file)' if about.get('recorded') else ''}",
+            age(name, str(about["revision"])),
+            _machine(about),
+            f"`{about['command']}`" if about.get("command") else "not recorded",
+        )
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    for plot in sorted(EVIDENCE.glob("*.svg")):
+        lines += ["", f"![{plot.stem}]({plot.name})"]
+    return "\n".join(lines) + "\n"
+
+
+def _machine(about: Mapping[str, Any]) -> str:
+    devices = about.get("devices") or [about[key] for key in ("device", "gpu") if about.get(key)]
+    cores = about.get("cpus") or about.get("cores")
+    return ", ".join([*map(str, devices), *([f"{cores} CPU cores"] if cores else [])]) or "not recorded"
+
+
+def known_ages(page: str) -> Callable[[str, str], str]:
+    """Return the ages that a page has: they change with each commit, so only a new page has new ones."""
+    rows = re.findall(r"(?m)^\| \[(\S+)\]\S+ \| [^|]* \| [^|]* \| [^|]* \| ([^|]*) \|", page)
+    found = dict(rows)
+    return lambda name, revision: found.get(name, "")
+
+
+def age(_name: str, revision: str) -> str:
+    """Return how many commits have changed the code since a revision, in words."""
+    command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{revision.removesuffix('-dirty')}..HEAD", "--", *CODE]
+    try:
+        count = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=30.0).stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return "unknown"
+    return f"**old**, {count} commits" if count > OLD_COMMITS else f"{count} commits"
+
+
+def write_documents() -> None:
+    """Write docs/evidence/index.md, and correct the figures of all documents. Raises LookupError."""
+    EVIDENCE.mkdir(parents=True, exist_ok=True)
+    results = read_results()
+    INDEX.write_text(index(results, age))
+    for name, text in documents().items():
+        if (right := corrected(text, results)) != text:
+            (ROOT / name).write_text(right)
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """A command that makes one result. `service`: flags of the `inferengine up` that it needs at `{url}`; None: none.
+    `{json}` and `{plots}` in the command stand for where it writes."""
+
+    name: str
+    command: str
+    service: str | None = None
+    needs_cuda: bool = False
+
+
+LOAD = "--url {url} --input 32 --output 32 --plots {plots} --json {json}"
+RUNS = (
+    Run("s1", "inferengine.cli simulate s1 --clock cpu --json {json}"),
+    Run("s1-16000", "inferengine.cli simulate s1 --clock cpu --rounds 16 --json {json}"),
+    Run("scheduler", "benchmarks.scheduler --json {json}"),
+    Run("sanity", "inferengine.cli bench sanity --url {url} --json {json}", ""),
+    Run("sweep", f"inferengine.cli bench sweep {LOAD} --requests 64", ""),
+    Run("arrivals", f"inferengine.cli bench arrivals {LOAD} --requests 96 --concurrency 32", ""),
+    Run("batch", f"inferengine.cli bench batch {LOAD}", ""),
+    Run(
+        "pressure",
+        "inferengine.cli bench pressure --url {url} --requests 128 --input 100:300 --output 64:128 --goodput e2e:60000 "
+        "--plots {plots} --json {json}",
+        "--cache.num_blocks 128",
+    ),
+    Run(
+        "fragmentation",
+        "inferengine.cli bench fragmentation --serve --requests 64 --input 16:200 --output 16:64 --plots {plots} "
+        "--json {json}",
+    ),
+    Run("ladder-http", 'inferengine.cli bench ladder --serve="--cache.num_blocks 512" --plots {plots} --json {json}'),
+    Run("upstream", "benchmarks.upstream --cores 0 1 --rounds 5 --events 160 --json {json}"),
+    Run("kernels", "benchmarks.kernels --out {json}", needs_cuda=True),
+    Run("quantized", "benchmarks.quantized --json {json}", needs_cuda=True),
+    Run("ladder", "benchmarks.ladder --shape llama-3.1-8b --device cuda --json {json}", needs_cuda=True),
+)
+
+
+def possible_runs(names: Sequence[str], devices: Sequence[str]) -> list[Run]:
+    """Return the runs of these names, or all that this machine can: those of cards where there is one, else the others.
+
+    Raises InferEngineError for a name that none has.
+    """
+    unknown = set(names) - {run.name for run in RUNS}
+    if unknown:
+        known = ", ".join(run.name for run in RUNS)
+        raise InferEngineError("invalid_request", f"--only: '{min(unknown)}' is none of {known}")
+    wanted = [run for run in RUNS if run.name in names or not names]
+    return [run for run in wanted if names or not run.needs_cuda or devices]
+
+
+def run_all(runs: Sequence[Run], machine: str, folder: Path, say: Callable[[str], None]) -> list[str]:
+    """Run these in turn, results to `folder` as NAME-MACHINE.json; return the names of those that failed."""
+    failed = []
+    EVIDENCE.mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        began = time.monotonic()
+        try:
+            code = _run(run, folder / f"{run.name}-{machine}.json")
+        except InferEngineError as error:
+            say(str(error))
+            code = -1
+        say(f"{run.name}: {'done' if code == 0 else f'exit code {code}'} after {time.monotonic() - began:.0f} s")
+        if code:
+            failed.append(run.name)
+    return failed
+
+
+def _run(run: Run, file: Path) -> int:
+    with ExitStack() as stack:
+        url = ""
+        if run.service is not None:
+            url = stack.enter_context(local_service(*shlex.split(run.service)))
+        words = [word.format(url=url, json=file, plots=EVIDENCE) for word in shlex.split(run.command)]
+        path = {**variables(), "PYTHONPATH": str(ROOT)}
+        return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=path, stdout=subprocess.DEVNULL).returncode

@@ -1,0 +1,130 @@
+"""Figures in documents are those of the results, which say what they were measured with; runs name what exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inferengine.bench import evidence
+from inferengine.cli import main as cli
+from inferengine.errors import ExitCode, InferEngineError
+
+RESULTS: dict[str, dict[str, Any]] = {
+    "r.json": {
+        "environment": {"revision": "abc", "date": "2026-11-23"},
+        "rows": [{"name": "two words", "rate": 41492.39, "share": 0.1249}, {"name": "other", "rate": 2.5}],
+    }
+}
+
+
+def complaints(text: str) -> list[str]:
+    return evidence.problems_of_document("d.md", text, RESULTS)
+
+
+def test_every_result_and_every_document_of_this_checkout_is_right() -> None:
+    assert evidence.problems() == [], "inferengine evidence --write"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "41,492 <!-- figure: r.json rows/0/rate -->",
+        "| 41,492.4 / 2.50 <!-- figure: r.json rows/0/rate rows/1/rate --> | 2.5 <!-- figure: r.json rows/1/rate --> |",
+        "of 3 runs 12.5 % <!-- figure: r.json rows/name=two+words/share *100 -->",
+        "2,500 us <!-- figure: r.json rows/name=other/rate *1000 -->",
+    ],
+)
+def test_a_figure_that_is_its_results_rounded_is_right(text: str) -> None:
+    assert complaints(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("41,493 <!-- figure: r.json rows/0/rate -->", "41,493 is 41,492 in r.json at rows/0/rate"),
+        ("2.51 <!-- figure: r.json rows/1/rate -->", "2.51 is 2.50"),
+        ("2.5 <!-- figure: gone.json rows/1/rate -->", "no benchmarks/results/gone.json"),
+        ("2.5 <!-- figure: r.json rows/7/rate -->", "has no number at rows/7/rate"),
+        ("2.5 <!-- figure: r.json rows/name=third/rate -->", "0 entries have name=third"),
+        ("other <!-- figure: r.json rows/1/name -->", "1 paths and 0 numbers"),
+        ("7 <!-- figure: r.json rows/1/name -->", "is no number"),
+    ],
+)
+def test_a_figure_that_differs_is_named_with_its_line(text: str, complaint: str) -> None:
+    (found,) = complaints(f"# Title\n{text}\n")
+    assert found.startswith("d.md:2: ")
+    assert complaint in found
+
+
+def test_numbers_are_corrected_where_they_are() -> None:
+    text = (
+        "of 9 runs 1 / 2.00 <!-- figure: r.json rows/0/rate rows/1/rate -->, 7,1 <!-- figure: r.json rows/0/rate -->\n"
+    )
+    right = text.replace("1 / 2.00", "41492 / 2.50").replace("7,1", "41,492")
+    assert evidence.corrected(text, RESULTS) == right
+    assert complaints(right) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        ("# Speed\nIt makes 300 tokens/s.\n", False),
+        ("# Speed\nIt makes 300 tokens/s (`benchmarks/results/r.json`).\n", True),
+        ("# Speed\nIt made 300 tokens/s once; no raw\nfile was kept.\n", True),
+        ("# Limits\nAfter 250 ms it gives up. <!-- no measurement -->\n", True),
+        ("# Speed\n<!-- table -->\n| 3 ms |\n<!-- end -->\n", True),
+        ("# Speed\n300 tokens/s\n# Other\n`benchmarks/results/r.json`\n", False),
+    ],
+)
+def test_a_section_with_measured_figures_names_their_source(text: str, is_right: bool) -> None:
+    assert (complaints(text) == []) == is_right
+
+
+def test_a_result_without_a_revision_is_found() -> None:
+    results = {**RESULTS, "old.json": {"environment": {"date": "2026"}}, "older.json": {}}
+    assert evidence.problems_of_results(results) == [
+        "benchmarks/results/old.json has no environment.revision",
+        "benchmarks/results/older.json has no environment.revision",
+        "benchmarks/results/older.json has no environment.date",
+    ]
+
+
+def test_the_index_keeps_its_ages_and_lists_every_result() -> None:
+    page = evidence.index(RESULTS, lambda name, revision: "**old**, 300 commits")
+    assert "[r.json](../../benchmarks/results/r.json) |  | 2026-11-23 | abc | **old**, 300 commits |" in page
+    assert evidence.index(RESULTS, evidence.known_ages(page)) == page
+
+
+def test_a_machine_runs_what_it_can_and_names_are_checked() -> None:
+    assert not any(run.needs_cuda for run in evidence.possible_runs([], []))
+    assert any(run.needs_cuda for run in evidence.possible_runs([], ["NVIDIA H200"]))
+    assert [run.name for run in evidence.possible_runs(["kernels"], [])] == ["kernels"]
+    with pytest.raises(InferEngineError, match="'nothing' is none of s1"):
+        evidence.possible_runs(["nothing"], [])
+
+
+@pytest.mark.parametrize("run", evidence.RUNS, ids=lambda run: run.name)
+def test_a_run_is_of_a_module_that_exists_and_writes_json(run: evidence.Run) -> None:
+    words = shlex.split(run.command)
+    assert importlib.util.find_spec(words[0]) is not None
+    assert "{json}" in words
+    assert ("{url}" in words) == (run.service is not None)
+
+
+def test_a_run_writes_its_result_and_a_failed_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "EVIDENCE", tmp_path / "plots")
+    said: list[str] = []
+    runs = [evidence.Run("s1", "inferengine.cli simulate s1 --json {json}"), evidence.Run("bad", "inferengine.cli no")]
+    assert evidence.run_all(runs, "cpu2", tmp_path, said.append) == ["bad"]
+    assert (tmp_path / "s1-cpu2.json").exists()
+    assert [line.partition(" after")[0] for line in said] == ["s1: done", "bad: exit code 2"]
+
+
+def test_check_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(evidence, "problems", lambda: ["this one"])
+    assert cli.main(["evidence", "--check"]) == ExitCode.CRASH
+    assert capsys.readouterr().out == "this one\n"
