@@ -12,13 +12,12 @@ from typing import Any, TypedDict, Unpack
 
 from inferengine.config import Config
 from inferengine.config import load as load_config
-from inferengine.core.executor import AdapterStore, Executor
-from inferengine.core.mask_threads import num_mask_threads
-from inferengine.core.scheduler.admission import check_prompt, resolve_max_tokens
+from inferengine.core.constraints import num_mask_threads
+from inferengine.core.executor import AdapterStore, Executor, TokenLogprobs
+from inferengine.core.scheduler.queues import check_prompt, resolve_max_tokens
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished, Request, choice_seed
-from inferengine.core.speculation.proposers import build_proposer
-from inferengine.core.step_plan import TokenLogprobs
+from inferengine.core.speculation import build_proposer
 from inferengine.engine.core import EngineCore
 from inferengine.engine.model_info import read_model_card
 from inferengine.engine.options import admission_limits, scheduler_options
@@ -160,11 +159,17 @@ class LLM:
         self.tokenizer = Tokenizer.from_files(card.files)
         self.chat_template = ChatTemplate.from_files(card.files)
         self._eos, self._pooling = frozenset(card.eos_token_ids), card.pooling
-        if self.config.engine.check_memory:
+        if self.config.engine.executor == "torch" and self.config.engine.check_memory:
             wanted = executor_settings(self.config)
             require_fit(wanted, make_plan(wanted, device_memory(wanted.device)))
         self._executor: Executor
-        if self.config.engine.tensor_parallel > 1:
+        if self.config.engine.executor == "upstream":
+            raise ConfigError("engine.executor", "upstream is the engine's alone: the class LLM computes by itself")
+        if self.config.engine.executor != "torch":
+            from inferengine.engine.process import build_executor as build_named_executor  # and what serves
+
+            self._executor = build_named_executor(self.config)
+        elif self.config.engine.tensor_parallel > 1:
             from inferengine.executor.parallel.executor import build_parallel_executor  # and torch.distributed
 
             self._executor = build_parallel_executor(self.config)

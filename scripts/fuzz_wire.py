@@ -39,8 +39,7 @@ import zmq
 from inferengine.client import Client
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
-from inferengine.wire import codec
-from inferengine.wire.messages import Kind, Reject, Step
+from inferengine.wire.messages import Kind, Reject, Step, decode, header, to_u32
 
 PROMPT = [5, 60, 7, 80, 9]
 SAMPLING: dict[str, Any] = {
@@ -113,7 +112,7 @@ def messages(seed: int, count: int) -> Iterator[Sent]:
         peer = number if number < MAX_PEERS else draw.randrange(MAX_PEERS)
         fresh = _routing_id(draw) if number < MAX_PEERS or draw.random() < 0.004 else None
         if fresh is not None and draw.random() < 0.9:  # the others speak before they say HELLO
-            yield Sent(peer, fresh, [codec.header(Kind.HELLO), _pack(BODIES[Kind.HELLO])])
+            yield Sent(peer, fresh, [header(Kind.HELLO), _pack(BODIES[Kind.HELLO])])
         else:
             yield Sent(peer, fresh, _spoiled(draw, ids))
 
@@ -146,7 +145,7 @@ def _spoiled(draw: random.Random, ids: list[bytes]) -> list[bytes]:
         body = _spoil(draw, body, kind)
     if kind == Kind.BYE and draw.random() < 0.8:
         kind = Kind.PING  # not to say goodbye all the time
-    return _break(draw, [codec.header(kind), _pack(body), *raw])
+    return _break(draw, [header(kind), _pack(body), *raw])
 
 
 def _submission(draw: random.Random, body: dict[str, Any]) -> tuple[dict[str, Any], list[bytes]]:
@@ -167,7 +166,7 @@ def _submission(draw: random.Random, body: dict[str, Any]) -> tuple[dict[str, An
     if given not in ("raw", "all"):
         return body, []
     prompt = [draw.randrange(draw.choice((300, 300, 300, 2**32))) for _ in range(draw.choice((1, 3, 20, 200)))]
-    return body, [codec.to_u32(prompt) + (b"x" * draw.randrange(1, 4) if draw.random() < 0.05 else b"")]
+    return body, [to_u32(prompt) + (b"x" * draw.randrange(1, 4) if draw.random() < 0.05 else b"")]
 
 
 def _spoil(draw: random.Random, document: Any, kind: int) -> Any:
@@ -279,7 +278,7 @@ class Peers:
 
     def _read(self, socket: zmq.Socket[bytes]) -> None:
         while socket.poll(0):
-            answer = codec.decode(socket.recv_multipart())
+            answer = decode(socket.recv_multipart())
             name = type(answer).__name__
             if isinstance(answer, Reject):
                 about = (answer.field or answer.message).lower()

@@ -12,6 +12,7 @@ from inferengine.config.environment import (
     share_cores_with_others,
     state_directory,
     unsafe_folder,
+    visible_cards,
     watchdog_interval_s,
 )
 from inferengine.config.schema import (
@@ -26,6 +27,7 @@ from inferengine.config.schema import (
     SchedulerConfig,
     SpeculationConfig,
     TraceConfig,
+    UpConfig,
     WireConfig,
     WsConfig,
     child_environment,
@@ -34,6 +36,7 @@ from inferengine.config.schema import (
     engine_addresses,
     keys,
     load,
+    load_balancing,
     parse_flags,
     status_address,
     to_toml,
@@ -53,6 +56,7 @@ __all__ = [
     "SchedulerConfig",
     "SpeculationConfig",
     "TraceConfig",
+    "UpConfig",
     "WireConfig",
     "WsConfig",
     "allowed",
@@ -68,6 +72,7 @@ __all__ = [
     "keys",
     "listen_fds",
     "load",
+    "load_balancing",
     "nearest",
     "notify_socket",
     "parse_flags",
@@ -77,5 +82,6 @@ __all__ = [
     "status_address",
     "to_toml",
     "unsafe_folder",
+    "visible_cards",
     "watchdog_interval_s",
 ]

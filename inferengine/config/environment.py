@@ -112,6 +112,17 @@ def connect_on_this_host() -> None:
         os.environ.setdefault(name, value)
 
 
+def visible_cards() -> list[str]:
+    """The NVIDIA devices that a program started here sees, as CUDA_VISIBLE_DEVICES names them: the entries of that
+    variable, else the numbers of the device files. Says nothing of whether torch can use them."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        cards = [card.strip() for card in named.split(",")]
+        hidden = next((place for place, card in enumerate(cards) if card in ("", "-1")), len(cards))
+        return cards[:hidden]  # CUDA reads up to the first that is none
+    count = sum(1 for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit())
+    return [str(number) for number in range(count)]
+
+
 def hub_cache_directory() -> Path:
     """Where Hugging Face's tools keep downloaded models: HF_HUB_CACHE, HF_HOME/hub, else ~/.cache/huggingface/hub."""
     if cache := os.environ.get("HF_HUB_CACHE"):

@@ -41,7 +41,7 @@ def _key(default: Any, help: str, choices: tuple[Any, ...] = (), minimum: float 
 class ModelConfig:
     """The model: where it is and in which number formats it is loaded."""
 
-    path: str = _key("", "checkpoint folder, hub id or short name (qwen3-0.6b); empty: the embedded model")
+    path: str = _key("", "checkpoint folder, .gguf file, hub id or short name (qwen3-0.6b); empty: the embedded model")
     served_name: str = _key("", "model's name on /v1/models; empty: the folder's name")
     dtype: str = _key(
         "auto",
@@ -76,8 +76,8 @@ class EngineConfig:
     name: str = _key("engine", "name of this engine, part of the socket's file name")
     executor: str = _key(
         "torch",
-        "what computes: torch, remote (a device elsewhere, section remote), upstream (another server, section "
-        "upstream), or the name of an installed entry point of the group inferengine.executors",
+        "what computes: torch, onnx (ONNX Runtime), remote (a device elsewhere, section remote), upstream (another "
+        "server, section upstream), or the name of an installed entry point of the group inferengine.executors",
     )
     device: str = _key("auto", "where the model runs", ("auto", "cpu", "cuda"))
     tensor_parallel: int = _key(
@@ -249,9 +249,10 @@ class WireConfig:
         5.0, "front ends: interval at which names and files of wire.engines are read", minimum=0.1
     )
     load_balancing: str = _key(
-        "power_of_two",
-        "front ends: how one of several engines is chosen for a request",
-        ("round_robin", "power_of_two", "prefix_affinity"),
+        "auto",
+        "front ends: how one of several engines is chosen for a request: in turn, by load, or by the prompt's "
+        "beginning and load; auto: prefix_affinity for the engines of up.engines, else power_of_two",
+        ("auto", "round_robin", "power_of_two", "prefix_affinity"),
     )
 
 
@@ -365,6 +366,18 @@ class HttpConfig:
 
 
 @dataclass(frozen=True)
+class UpConfig:
+    """What `inferengine up` starts."""
+
+    engines: int = _key(
+        1,
+        "engines behind the front ends, each on its own engine.tensor_parallel cards; on a CPU they share its cores; "
+        "0: as many as the cards allow",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True)
 class WsConfig:
     """The websocket front end and the chat page."""
 
@@ -443,6 +456,7 @@ class Config:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     ws: WsConfig = field(default_factory=WsConfig)
+    up: UpConfig = field(default_factory=UpConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     log: LogConfig = field(default_factory=LogConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
@@ -522,6 +536,11 @@ def engine_addresses(config: Config) -> list[str]:
     return [address.strip() for address in config.wire.engines.split(",") if address.strip()] or [
         engine_address(config)
     ]
+
+
+def load_balancing(config: Config) -> str:
+    """The policy by which a front end spreads its requests: wire.load_balancing, `auto` resolved."""
+    return "power_of_two" if config.wire.load_balancing == "auto" else config.wire.load_balancing
 
 
 def status_address(config: Config) -> str:

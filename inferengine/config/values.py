@@ -129,6 +129,7 @@ FOREIGN_KEYS = {
     "chunked_prefill_size": "scheduler.prefill_chunk",
     "context_length": "model.max_model_len",
     "ctx_size": "model.max_model_len",
+    "data_parallel_size": "up.engines",
     "disable_radix_cache": "cache.prefix_caching",
     "enable_chunked_prefill": "scheduler.chunked_prefill",
     "enable_lora": "model.adapters",
@@ -147,6 +148,7 @@ FOREIGN_KEYS = {
     "ssl_certfile": "http.tls_certificate",
     "ssl_keyfile": "http.tls_key",
     "swap_space": "cache.swap_gib",
+    "tensor_parallel_size": "engine.tensor_parallel",
     "tool_call_parser": "http.tool_parser",
     "uvicorn_log_level": "log.level",
 }

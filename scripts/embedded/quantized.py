@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 from inferengine.config import Config
+from inferengine.engine.process import build_executor
 from inferengine.executor.tools.compare_hf import Probe
-from inferengine.executor.torch_executor import build_executor
 from inferengine.quantization.schemes import MADE
 
 from .example import Split
@@ -25,16 +25,18 @@ FORMATS: dict[str, dict[str, dict[str, str]]] = {
     **{scheme: {"model": {"quantization": scheme}} for scheme in MADE},
     "KV cache fp8": {"cache": {"dtype": "fp8"}},
     "int8, KV cache fp8": {"model": {"quantization": "int8"}, "cache": {"dtype": "fp8"}},
+    "onnx float32": {"engine": {"executor": "onnx"}},
+    "onnx int8_w8a8": {"engine": {"executor": "onnx"}, "model": {"quantization": "int8_w8a8"}},
 }
 
 
-def losses(folder: Path, documents: int) -> dict[str, Any]:
-    """Nats per learned token of the first `documents` held-out documents, by number format, on the CPU."""
+def losses(folder: Path, documents: int, formats: dict[str, dict[str, dict[str, str]]] | None = None) -> dict[str, Any]:
+    """Nats per learned token of the first `documents` held-out documents, by number format (FORMATS), on the CPU."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids, learned = packed_chunk(tokenizer, HELD_OUT_CHUNK, Split.HELD_OUT, documents)
     rows = [torch.from_numpy(row.astype("int64")) for row in ids]
     marks = [torch.from_numpy(row[1:].astype("bool")) for row in learned]
-    report = {name: _loss(folder, rows, marks, sections) for name, sections in FORMATS.items()}
+    report = {name: _loss(folder, rows, marks, sections) for name, sections in (formats or FORMATS).items()}
     return {"documents": documents, "tokens": int(sum(mark.sum() for mark in marks)), "nats_per_token": report}
 
 
@@ -43,7 +45,7 @@ def _loss(
 ) -> float:
     config = Config().with_values(
         model={"path": str(folder), **sections.get("model", {})},
-        engine={"device": "cpu", "max_num_seqs": 1, "max_num_batched_tokens": BUDGET},
+        engine={"device": "cpu", "max_num_seqs": 1, "max_num_batched_tokens": BUDGET, **sections.get("engine", {})},
         cache={"num_blocks": 160, **sections.get("cache", {})},
     )
     executor = build_executor(config)

@@ -32,7 +32,7 @@ EXAMPLES = {
     "inferengine/models/families/NAME.py",
     "site/",
 }  # files that the reader makes
-OLD_NAMES = {"engine/link", "engine/outbox"}  # in the changelog
+OLD_NAMES = {"engine/link", "engine/outbox", "executor/speculation"}  # in the changelog
 
 
 def commands_of(document: Path) -> list[str]:
@@ -114,7 +114,8 @@ def test_every_option_of_a_command_exists(document: Path) -> None:
     missing = []
     for text in commands_of(document):
         run = re.search(
-            r"\bpython3? -m ((?:benchmarks|tests)[.\w]*)|\bscripts/([-.\w]+)|\binferengine ([a-z][a-z-]+(?: [a-z]+)?)",
+            r"\bpython3? -m ((?:benchmarks|tests)[.\w]*)|\bscripts/([-.\w]+)"
+            r"|\binferengine ([a-z][a-z-]+(?: [a-z][a-z0-9]*)?)",
             text,
         )
         if run is None:

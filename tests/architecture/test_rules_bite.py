@@ -20,8 +20,8 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
     (
         rules.broken_layers,
         "inferengine.core.scheduler.scheduler",
-        "import inferengine.wire.codec",
-        "from inferengine.core import step_plan as plan",
+        "import inferengine.wire.messages",
+        "from inferengine.core import executor as plan",
     ),
     (
         rules.broken_layers,
@@ -50,10 +50,10 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
     (
         rules.broken_layers,
         "inferengine.engine.core",
-        "from inferengine.wire import codec",
-        "from inferengine.core.step_plan import StepPlan",
+        "from inferengine.wire import messages",
+        "from inferengine.core.executor import StepPlan",
     ),
-    (rules.heavy_imports, "inferengine.text.detokenizer", "import torch", "import tokenizers"),
+    (rules.heavy_imports, "inferengine.text.tokenizer", "import torch", "import tokenizers"),
     (rules.heavy_imports, "frontends.http.app", "def f():\n    import transformers.models", "import starlette"),
     (
         rules.heavy_imports,
@@ -66,10 +66,10 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
     (rules.environment_reads, "inferengine.engine.service", "import os\nos.environ['A']", "import os\nos.getpid()"),
     (rules.environment_reads, "frontends.http.app", "import os\nx = os.getenv('A')", "import os\nx = os.sep"),
     (rules.environment_reads, "frontends.http.app", "from os import environ", "from os import path"),
-    (rules.unsafe_code, "inferengine.wire.codec", "import pickle", "import msgpack"),
-    (rules.unsafe_code, "inferengine.wire.codec", "from marshal import loads", "from json import loads"),
-    (rules.unsafe_code, "inferengine.wire.codec", "eval('1')", "model.eval()"),
-    (rules.unsafe_code, "inferengine.wire.codec", "exec(code)", "executor.execute(code)"),
+    (rules.unsafe_code, "inferengine.wire.messages", "import pickle", "import msgpack"),
+    (rules.unsafe_code, "inferengine.wire.messages", "from marshal import loads", "from json import loads"),
+    (rules.unsafe_code, "inferengine.wire.messages", "eval('1')", "model.eval()"),
+    (rules.unsafe_code, "inferengine.wire.messages", "exec(code)", "executor.execute(code)"),
     (rules.unsafe_code, "inferengine.models.weights", "import torch\ntorch.load(f)", "import torch\ntorch.zeros(1)"),
     (rules.unsafe_code, "inferengine.models.weights", "from torch import load", "from torch import zeros"),
     (rules.unsafe_code, "inferengine.wire.sockets", "socket.recv_pyobj()", "socket.recv()"),
@@ -84,19 +84,19 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
     (
         rules.requests_made_elsewhere,
         "inferengine.engine.io.publisher",
-        "from inferengine.wire import codec\nfrom inferengine.core.sequence import Request\nr = Request(1)",
-        "from inferengine.wire import codec\nfrom inferengine.core.sequence import Request\ndef f(r: Request): ...",
+        "from inferengine.wire import messages\nfrom inferengine.core.sequence import Request\nr = Request(1)",
+        "from inferengine.wire import messages\nfrom inferengine.core.sequence import Request\ndef f(r: Request): ...",
     ),
-    (rules.missing_docstrings, "inferengine.wire.codec", "x = 1", '"""What it is."""\nx = 1'),
+    (rules.missing_docstrings, "inferengine.wire.messages", "x = 1", '"""What it is."""\nx = 1'),
     (
         rules.missing_public_docstrings,
-        "inferengine.wire.codec",
+        "inferengine.wire.messages",
         "class A:\n    '''It.'''\n    def b(self): ...",
         "class A:\n    '''It.'''\n    def _b(self): ...",
     ),
     (
         rules.missing_public_docstrings,
-        "inferengine.wire.codec",
+        "inferengine.wire.messages",
         "def a(): ...",
         "def a():\n    '''Do it.'''\n    def b(): ...",
     ),
@@ -132,7 +132,7 @@ def test_a_cycle_is_found_through_a_lazy_import() -> None:
 
 
 def test_engine_link_may_make_requests() -> None:
-    text = "from inferengine.wire import codec\nfrom inferengine.core.sequence import Request\nr = Request(1)"
+    text = "from inferengine.wire import messages\nfrom inferengine.core.sequence import Request\nr = Request(1)"
     assert rules.requests_made_elsewhere([rules.parse("inferengine.engine.io.intake", text)]) == []
 
 

@@ -131,14 +131,17 @@ def test_streamed_markdown_equals_markdown_drawn_at_once(open_page):
     assert page.inner_html(".message.assistant .body") == streamed
 
 
+COPIED = "async text => await navigator.clipboard.readText() === text"
+
+
 def test_copy_puts_the_answer_and_the_code_on_the_clipboard(open_page):
     page = open_page(permissions=["clipboard-read", "clipboard-write"])
     ask(page, "markdown")
     answers(page)
     page.click("[aria-label='Copy code']")
-    assert page.evaluate("navigator.clipboard.readText()") == 'def hello():\n    return "<b>not bold</b>"'
+    page.wait_for_function(COPIED, arg='def hello():\n    return "<b>not bold</b>"')
     page.click("[aria-label='Copy answer']")
-    assert page.evaluate("navigator.clipboard.readText()") == MARKDOWN
+    page.wait_for_function(COPIED, arg=MARKDOWN)
 
 
 def test_copying_works_without_the_clipboard_api(open_page):

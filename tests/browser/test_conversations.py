@@ -331,7 +331,7 @@ def test_each_conversation_has_a_system_prompt_of_its_own_with_a_sign(open_page,
     page.click("#open-system")
     page.fill("#system-text", "Speak like a fox.")
     page.click("#system button[value=save]")
-    assert page.inner_text("#modes") == "System prompt: Speak like a fox."
+    page.wait_for_selector("#modes:has-text('System prompt: Speak like a fox.')")
     ask(page, "hello")
     finish(page)
     assert prompt_of(engine).startswith("<system>Speak like a fox.\n<user>hello")

@@ -47,8 +47,10 @@ def test_answers_are_whole_sentences_over_several_turns(page):
 
 def test_an_answer_is_resumed_word_for_word_after_a_kill(page, service):
     page.click("#open-settings")
+    page.click(".more-fields summary")
     page.fill("#p-seed", "11")
-    page.fill("#p-max_tokens", "70")
+    page.fill("#p-min_tokens", "400")  # seconds: it must still run when it has been seen
+    page.fill("#p-max_tokens", "400")
     page.click("text=Done")
     texts = []
     for killed in ("ws", "engine", None):

@@ -290,7 +290,8 @@ def test_an_answer_goes_on_after_the_front_end_and_the_engine_were_killed(tmp_pa
         page = firefox.new_page(context=True)
         page.goto(service.chat_page)
         page.click("#open-settings")
-        for name, value in (("seed", "11"), ("max_tokens", "60")):
+        page.click(".more-fields summary")
+        for name, value in (("seed", "11"), ("min_tokens", "400"), ("max_tokens", "400")):  # seconds, not a blink
             page.fill(f"#p-{name}", value)
         page.press("Escape")
         texts = []

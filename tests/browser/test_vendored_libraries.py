@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from frontends.http.routes.api_pages import VENDOR as API_PAGES
-from frontends.websocket.static_files import FOLDER
+from frontends.http.routes.pages import VENDOR as API_PAGES
+from frontends.websocket.app import FOLDER
 
 CHAT_PAGE = FOLDER / "vendor"
 MANIFESTS = {folder: json.loads((folder / "manifest.json").read_text()) for folder in (CHAT_PAGE, API_PAGES)}

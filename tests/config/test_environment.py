@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inferengine.cli.check import engine_socket
-from inferengine.config import runtime_directory, unsafe_folder
+from inferengine.config import runtime_directory, unsafe_folder, visible_cards
 from inferengine.engine.io.endpoint import Endpoint
 from inferengine.errors import ConfigError
 from tests.engine.builders import make_config
@@ -84,3 +84,14 @@ class TestSocketFolder:
         assert [finding.grade for finding in engine_socket(config)] == ["ok"]
         folder.chmod(0o777)
         assert [finding.grade for finding in engine_socket(config)] == ["problem"]
+
+
+@pytest.mark.parametrize(
+    ("named", "cards"),
+    [("2,GPU-8a", ["2", "GPU-8a"]), ("0, 1", ["0", "1"]), ("", []), ("-1", []), ("1,-1,0", ["1"])],
+)
+def test_visible_cards_are_those_that_cuda_would_see(
+    named: str, cards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert visible_cards() == cards

@@ -75,18 +75,15 @@ class Service:
 
     def child(self, name: str) -> int:
         """The process id of the child that runs this command now."""
-        parent = str(self.process.pid)
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdigit():
-                continue
-            try:
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                ppid = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            except OSError:
-                continue
-            if ppid == parent and name.encode() in words:
-                return int(folder.name)
+        for pid in self.children():
+            if name.encode() in (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0"):
+                return pid
         raise LookupError(f"no child {name}")
+
+    def children(self) -> list[int]:
+        """The process ids of all children."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in path.read_text().split()]
 
     def kill(self, name: str) -> int:
         """SIGKILL one child; returns its process id."""

@@ -104,7 +104,7 @@ class Reference:
         """As the engine gets them, whatever way they came."""
         values = dict(ask.params)
         if (words := values.pop("bad_words", None)) is not None:
-            from frontends.http.openai.request_fields import read_bad_words
+            from frontends.http.bodies import read_bad_words
 
             values["bad_words_ids"] = read_bad_words(words, self.tokenizer)
         if ask.way.startswith("http") and ask.options.get("echo") and values.get("logprobs") is not None:
@@ -122,7 +122,7 @@ class Reference:
         if ask.options.get("tool_choice") != "required":
             return None
         from frontends.common.chat import read_tools, tools_grammar
-        from inferengine.text.tool_parsers import FORMATS
+        from inferengine.text.output_parser import FORMATS
 
         limits = self.llm.config.limits
         tools = read_tools(ask.options, limits)
@@ -139,7 +139,7 @@ class Reference:
         index: int,
         outcome: Outcome,
     ) -> Choice:
-        from inferengine.core.scheduler.admission import resolve_max_tokens
+        from inferengine.core.scheduler.queues import resolve_max_tokens
         from inferengine.core.sequence import Request, choice_seed
         from inferengine.text import TextStream
 

@@ -17,7 +17,7 @@ from inferengine.sampling_params import SamplingParams
 from inferengine.sampling_params import from_map as params_from_map
 from inferengine.structured_output.spec import GrammarSpec
 from inferengine.vectors import to_floats
-from inferengine.wire import codec
+from inferengine.wire import messages
 from inferengine.wire.messages import Reject, Step
 from tests.gauntlet.asks import Ask
 from tests.gauntlet.outcomes import Choice, Outcome, Row
@@ -45,8 +45,8 @@ class Tap:
 
     def _look(self, frames: Any, epoch: bytes) -> None:
         try:
-            message = codec.decode(frames)
-        except codec.WireError as error:
+            message = messages.decode(frames)
+        except messages.WireError as error:
             self.problems.append(f"the engine sent what cannot be decoded: {error}")
             return
         if isinstance(message, Reject) and message.stream is not None:
