@@ -3,6 +3,7 @@
 python -m benchmarks.calibrate --shape llama-3.1-8b --device cuda --name h200-llama-3.1-8b
 python -m benchmarks.calibrate --name cpu-embedded --steps steps.json
 python -m benchmarks.calibrate --name cpu-embedded --again steps.json
+python -m benchmarks.calibrate --shape qwen3-14b --name h200-qwen3-14b --products
 
 Writes inferengine/simulation/costs/NAME.json (or --out FILE), and the measured steps with --steps. Every key of the
 configuration is a flag too: --engine.threads 1, --engine.overlap off.
@@ -11,12 +12,13 @@ configuration is a flag too: --engine.threads 1, --engine.overlap off.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -33,13 +35,17 @@ from benchmarks.device import (
 )
 from benchmarks.measured_steps import CALIBRATION, describe, errors_of, fit_again, save_steps
 from benchmarks.pace import Pace, Yardstick, work_of, works_of
+from benchmarks.shapes import SHAPES
 from inferengine.config import parse_flags
 from inferengine.core.executor import Capacity, Executor
 from inferengine.core.sequence import Request
 from inferengine.engine.core import EngineCore
+from inferengine.kernels.cuda.dispatch import Operands
+from inferengine.kernels.cuda.tuning.measured_table import shipped
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.cost_model import COSTS_FOLDER, DeviceProfile, StepShape
 from inferengine.simulation.fitting import Fit, fit
+from inferengine.simulation.measured_products import CARD, Products, profile_of_config
 
 Scenario = dict[str, Any]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -221,6 +227,25 @@ def profile_of(name: str, capacity: Capacity, found: Fit, pace: Pace, about: dic
     )
 
 
+def config_of(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    """The config.json of --shape or --model."""
+    if arguments.shape:
+        return SHAPES[arguments.shape]
+    if arguments.model is None:
+        raise SystemExit("--products needs --shape NAME or --model FOLDER")
+    config: Mapping[str, Any] = json.loads((arguments.model / "config.json").read_text())
+    return config
+
+
+def product_times(card: str) -> Products:
+    """The times of products with weights of 16 bits in the tables that come with the package."""
+    return {
+        (key.product.name, key.width, key.columns): tuple((row, rows[row].best_us * 1e-6) for row in sorted(rows))
+        for key, rows in shipped(card).entries.items()
+        if key.operands is Operands.DENSE
+    }
+
+
 def main() -> None:
     flags, rest = parse_flags(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -233,10 +258,20 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--again", type=Path, metavar="STEPS", help="fit the steps in this file: measures nothing")
+    parser.add_argument(
+        "--products",
+        action="store_true",
+        help="measure nothing: take the times of the model's products from the package, and the rest from the 8B",
+    )
     arguments = parser.parse_args(rest)
     out = arguments.out or COSTS_FOLDER / f"{arguments.name}.json"
     if arguments.again:
         profile = fit_again(arguments.again, arguments.name)
+        profile.save(out)
+        print(describe(profile.cost))
+        return
+    if arguments.products:
+        profile = profile_of_config(arguments.name, config_of(arguments), product_times(CARD))
         profile.save(out)
         print(describe(profile.cost))
         return
