@@ -25,7 +25,10 @@ RUN pip install --no-cache-dir --no-deps --force-reinstall . && rm -rf build
 
 USER inferengine
 WORKDIR /var/lib/inferengine
+# What benchmarks name in their results: --build-arg REVISION="$(git describe --always --dirty --abbrev=12)"
+ARG REVISION=""
 ENV PYTHONUNBUFFERED=1 \
+    INFERENGINE_REVISION=$REVISION \
     HF_HOME=/var/lib/inferengine/huggingface \
     INFERENGINE_WIRE_SOCKET=ipc:///run/inferengine/engine.sock
 VOLUME ["/run/inferengine", "/var/lib/inferengine"]

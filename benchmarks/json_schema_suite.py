@@ -29,7 +29,7 @@ import jsonschema
 import llguidance
 from llguidance import LLMatcher, LLTokenizer
 
-from inferengine.bench.environment import write_result
+from inferengine.bench.environment import revision, write_result
 from inferengine.errors import InvalidRequest
 from inferengine.structured_output.build import MAX_ITEMS_IN_ROW, MAX_LEXER_STATES, STEP_LEXER_FUEL, translate
 from inferengine.structured_output.matcher import reason
@@ -181,11 +181,8 @@ def mask_bits(matcher: LLMatcher) -> list[bool]:
 
 
 def environment() -> dict[str, Any]:
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
-
     return {
-        "revision": git("rev-parse", "--short", "HEAD"),
+        "revision": revision(),
         "machine": platform.machine(),
         "system": platform.system(),
         "python": platform.python_version(),

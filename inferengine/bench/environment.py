@@ -13,13 +13,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from inferengine.config.environment import build_revision
+
 ROOT = Path(__file__).resolve().parents[2]
+REVISION_FILE = "REVISION"
 PACKAGES = ("inferengine", "torch", "triton", "transformers", "pyzmq", "msgpack")
 
 
 def environment(*, seed: int | None = None, devices: Sequence[str] = ()) -> dict[str, Any]:
-    """Describe this process: `revision` (git's, with `-dirty` where files differ; empty outside a checkout), `date` in
-    UTC, `command`, `seed`, processor, memory in bytes, Python, packages and `devices`."""
+    """Describe this process: `revision` (of the function of that name), `date` in UTC, `command`, `seed`, processor,
+    memory in bytes, Python, packages and `devices`."""
     return {
         "revision": revision(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -50,8 +53,29 @@ def _without_keys(words: Sequence[str]) -> list[str]:
 
 
 def revision() -> str:
-    """Return git's name of the checkout that this code is in; empty outside one."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    """Return the revision of this code: INFERENGINE_REVISION, the file REVISION in the checkout's folder, else git's
+    name of the checkout, with `-dirty` where files differ. Empty outside one: a copy, or an environment with packages,
+    below another repository is not of that repository."""
+    if named := named_revision(ROOT):
+        return named
+    top = _git("rev-parse", "--show-toplevel")
+    return _git("describe", "--always", "--dirty", "--abbrev=12") if top and Path(top) == ROOT else ""
+
+
+def named_revision(root: Path) -> str:
+    """Return what INFERENGINE_REVISION or the file REVISION in `root` says; empty where neither does. They are for a
+    copy of the tree without its history, and for an image that is built from one."""
+    if named := build_revision():
+        return named
+    try:
+        return (root / REVISION_FILE).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _git(*words: str) -> str:
+    """The output of a git command about this checkout; empty where it fails."""
+    command = ["git", "-C", str(ROOT), *words]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10.0).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from inferengine.errors import ConfigError
 
+REVISION_VARIABLE = "INFERENGINE_REVISION"  # the one of this prefix that is no key of the configuration
+
 
 def variables() -> Mapping[str, str]:
     """The process's environment variables."""
@@ -136,6 +138,11 @@ def hub_cache_directory() -> Path:
 def hub_endpoint() -> str:
     """The address of the Hugging Face hub, or of its mirror: HF_ENDPOINT."""
     return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+
+
+def build_revision() -> str:
+    """The revision that this code was built from, as its builder says: INFERENGINE_REVISION; empty: it does not."""
+    return os.environ.get(REVISION_VARIABLE, "").strip()
 
 
 def notify_socket() -> str | None:

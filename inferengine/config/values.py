@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from inferengine.config.environment import REVISION_VARIABLE
 from inferengine.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "INFERENGINE_"
@@ -50,7 +51,7 @@ def from_environment(
     old_names = {variable_name(name): variable_name(new) for name, new in renamed.items()}
     found: dict[str, str] = {}
     for variable, value in variables.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == REVISION_VARIABLE:
             continue
         current = current_name(variable, old_names, "{}")
         if current not in names:
