@@ -18,7 +18,6 @@ import platform
 import random
 import resource
 import signal
-import subprocess
 from collections import Counter
 from decimal import Decimal
 from importlib.metadata import version

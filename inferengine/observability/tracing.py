@@ -1,23 +1,31 @@
 """OpenTelemetry spans of a process, where `trace.enabled` asks for them; otherwise nothing of it is imported.
 
-Where spans go, how many are kept and what they say of their process is the SDK's business, which reads OTEL_* itself
-(OTEL_EXPORTER_OTLP_ENDPOINT and _HEADERS, OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES).
+Where spans go, how many are kept and what they say of their process is what OpenTelemetry's environment variables say.
+The SDK reads most of them (endpoint, headers, timeout, compression, certificates, sampler, service name, resource
+attributes, batches); `make_tracing` reads those of the SDK's automatic set-up, which is not used here
+(OTEL_SDK_DISABLED, OTEL_TRACES_EXPORTER, OTEL_EXPORTER_OTLP_PROTOCOL).
 Between processes a span travels as W3C's `traceparent`. Spans hold figures and names, never what was said.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from inferengine.config import TraceConfig
+from inferengine.config.environment import variables
 from inferengine.errors import ConfigError
 
 PROVIDER = "inferengine"
 CLOSE_S = 2.0
 UNNAMED = "unknown_service"
+MISSING = "needs OpenTelemetry: pip install 'inferengine[otel]'"
+EXPORTER = "OTEL_TRACES_EXPORTER"
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")  # the first that is set
+HTTP, GRPC = "http/protobuf", "grpc"
 
 
 class Tracing:
@@ -100,23 +108,53 @@ class Span:
 
 
 def make_tracing(config: TraceConfig, service: str) -> Tracing | None:
-    """None where it is switched off. `service` names the process unless OTEL_SERVICE_NAME does. Call after any fork:
-    a thread of its own sends the spans. Raises ConfigError when the packages are missing."""
-    if not config.enabled:
+    """None where it is switched off, by `trace.enabled`, OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER=none.
+
+    `service` names the process unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES do. Call after any fork: a thread
+    of its own sends the spans. Raises ConfigError when packages are missing, or for an exporter or a protocol that is
+    not here."""
+    environment = variables()
+    exporters = [word.strip() for word in environment.get(EXPORTER, "").split(",") if word.strip()] or ["otlp"]
+    is_disabled = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if not config.enabled or is_disabled or exporters == ["none"]:
         return None
+    unknown = [name for name in exporters if name not in ("otlp", "console")]
+    if unknown:
+        raise ConfigError(EXPORTER, f"must be otlp, console, or both, or none; got '{unknown[0]}'")
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SimpleSpanProcessor
     except ImportError:
-        raise ConfigError("trace.enabled", "needs OpenTelemetry: pip install 'inferengine[otel]'") from None
+        raise ConfigError("trace.enabled", MISSING) from None
     resource = Resource.create()
     if str(resource.attributes.get("service.name", UNNAMED)).startswith(UNNAMED):
         resource = resource.merge(Resource({"service.name": service}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=config.endpoint or None)))
+    if "console" in exporters:
+        provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=sys.stdout)))
+    if "otlp" in exporters:
+        provider.add_span_processor(BatchSpanProcessor(_otlp_exporter(config.endpoint)))
     return Tracing(provider)
+
+
+def _otlp_exporter(endpoint: str) -> Any:
+    """The exporter for the protocol that the environment names. `endpoint` is before the environment's. Raises
+    ConfigError."""
+    name = next((name for name in PROTOCOLS if variables().get(name)), PROTOCOLS[-1])
+    protocol = variables().get(name) or HTTP
+    if protocol not in (HTTP, GRPC):
+        raise ConfigError(name, f"must be {HTTP} or {GRPC}; got '{protocol}'")
+    try:
+        if protocol == GRPC:
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+            return GrpcExporter(endpoint=endpoint or None)
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError:
+        remedy = "needs pip install opentelemetry-exporter-otlp-proto-grpc" if protocol == GRPC else MISSING
+        raise ConfigError(name if protocol == GRPC else "trace.enabled", remedy) from None
+    return OTLPSpanExporter(endpoint=endpoint or None)
 
 
 def unix_ns(seconds_ago: float = 0.0) -> int:

@@ -47,4 +47,6 @@ def test_a_copy_is_named_by_its_file_and_by_the_variable_before_it(
 
 
 def test_the_variable_is_no_key_of_the_configuration() -> None:
-    assert config.load(environment={"INFERENGINE_REVISION": "abc123"}).http.port == config.load(environment={}).http.port
+    assert (
+        config.load(environment={"INFERENGINE_REVISION": "abc123"}).http.port == config.load(environment={}).http.port
+    )
