@@ -12,6 +12,8 @@ holds one block per hash; a second block with the same content stays private to 
 
 KVEvent: changes of the cache for cache-aware routers, in the fields that vLLM publishes.
 
+BlockAges: how long blocks stay, and how soon they are used again, of a sample of them.
+
 KVCacheManager: blocks for sequences, over one or several KV groups. A group is a set of layers that share a block
 table: all full-attention layers, or all layers of one sliding window. Each group has its own pool. `lookup` reads and
 changes nothing; `allocate` is all or nothing; `release` is the only way back.
@@ -28,10 +30,17 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from inferengine.core.executor import BlockCopies, BlockUpdates, KVGroup
+from inferengine.core.histogram import Histogram
 from inferengine.core.sequence import Request, Sequence
+
+SAMPLED_BLOCKS = 1024
+BLOCK_AGES_S = (  # vLLM's
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0),
+    *(60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
+)
 
 
 class EvictionOrder(Protocol):
@@ -337,6 +346,55 @@ class AllBlocksCleared(NamedTuple):
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+class BlockAges:
+    """Ages of the blocks of one KV group, for the histograms that vLLM calls kv_block_*: of every n-th block, so that
+    at most some SAMPLED_BLOCKS are followed and a busy cache spends no time on it. The caller tells the time."""
+
+    def __init__(self, num_blocks: int, histograms: BlockAgeHistograms) -> None:
+        self._every = max(1, num_blocks // SAMPLED_BLOCKS)
+        self._histograms = histograms
+        self._taken_s: dict[int, float] = {}
+        self._used_s: dict[int, float] = {}
+
+    def taken(self, block_ids: Iterable[int], now: float) -> None:
+        """Note that blocks were given to a sequence, to be filled."""
+        every = self._every
+        for block_id in block_ids:
+            if not block_id % every:
+                self._taken_s[block_id] = self._used_s[block_id] = now
+
+    def reused(self, block_ids: Iterable[int], now: float) -> None:
+        """Note that a prefix hit found blocks."""
+        every = self._every
+        for block_id in block_ids:
+            if not block_id % every:
+                self._histograms.reuse_gap.observe(now - self._used_s[block_id])
+                self._used_s[block_id] = now
+
+    def evicted(self, block_ids: Iterable[int], now: float) -> None:
+        """Note that blocks lost their content."""
+        every = self._every
+        for block_id in block_ids:
+            if not block_id % every:
+                self._histograms.lifetime.observe(now - self._taken_s[block_id])
+                self._histograms.idle.observe(now - self._used_s[block_id])
+
+
+class BlockAgeHistograms:
+    """Seconds that sampled blocks of all groups lived, lay idle before their eviction, and passed between two uses."""
+
+    def __init__(self) -> None:
+        self.lifetime, self.idle, self.reuse_gap = (Histogram(BLOCK_AGES_S) for _ in range(3))
+
+    def to_map(self) -> dict[str, dict[str, Any]]:
+        """By the name that vLLM gives them, without its prefix."""
+        return {
+            "kv_block_lifetime_seconds": self.lifetime.to_map(),
+            "kv_block_idle_before_evict_seconds": self.idle.to_map(),
+            "kv_block_reuse_gap_seconds": self.reuse_gap.to_map(),
+        }
+
+
 class CopyList:
     """Block copies per KV group, collected until the next plan takes them."""
 
@@ -444,6 +502,9 @@ class KVCacheManager:
         self.pools = [BlockPool(group.num_blocks, eviction) for group in groups]
         self.swap = SwapSpace(groups)
         self.caches = [PrefixCache(group.num_blocks) for group in groups]
+        self.now_s = 0.0  # set before each plan: the time of what happens next
+        self.block_ages = BlockAgeHistograms()
+        self._ages = [BlockAges(group.num_blocks, self.block_ages) for group in groups]
         self.num_evictions = 0
         self.num_lookup_tokens = 0
         self.num_hit_tokens = 0
@@ -533,6 +594,7 @@ class KVCacheManager:
         for group_index, block_ids in enumerate(hit.block_ids):
             held = [block_id for block_id in block_ids if block_id is not None]
             self.pools[group_index].share(held)
+            self._ages[group_index].reused(held, self.now_s)
             released = len(block_ids) - len(held)
             sequence.block_tables[group_index] = [-1 if block_id is None else block_id for block_id in block_ids]
             sequence.num_blocks_released[group_index] = released
@@ -562,6 +624,7 @@ class KVCacheManager:
                 blocks, evicted = self.pools[group_index].take(missing)
                 if evicted:
                     self._evict(group_index, evicted)
+                self._ages[group_index].taken(blocks, self.now_s)
                 self._record(group_index, sequence.slot, len(table), blocks)
                 table += blocks
         sequence.capacity = needed * self.block_size
@@ -655,6 +718,7 @@ class KVCacheManager:
             targets, evicted = self.pools[group_index].take(len(table) - released)
             if evicted:
                 self._evict(group_index, evicted)
+            self._ages[group_index].taken(targets, self.now_s)
             sequence.block_tables[group_index] = [-1] * released + targets
             sequence.num_blocks_released[group_index] = released
             self._record(group_index, sequence.slot, released, targets)
@@ -716,6 +780,7 @@ class KVCacheManager:
     def _evict(self, group_index: int, block_ids: list[int]) -> None:
         digests = [self.caches[group_index].evict(block_id) for block_id in block_ids]
         self.num_evictions += len(block_ids)
+        self._ages[group_index].evicted(block_ids, self.now_s)
         if self.events is not None:
             gone = [digest for digest in digests if not any(digest in cache for cache in self.caches)]
             if gone:

@@ -67,6 +67,14 @@ class ModelWork(NamedTuple):
     expert_bytes: float = 0.0  # of a mixture's experts, all together
     chosen_share: float = 1.0  # of its experts that a token passes
     sent_bytes_per_token: float = 0.0  # to other ranks, which hold the rest of the model
+    product_speed: float = 1.0  # of the layers' products, by which `operations_per_token` is divided
+
+
+class StepWork(NamedTuple):
+    """The least that a step asks of its device. Operations of quantized products count for less, as they run faster."""
+
+    read_bytes: float
+    operations: float
 
 
 class DevicePeaks(NamedTuple):
@@ -90,13 +98,29 @@ class Roofline:
         self._byte_s, self._operation_s = 1.0 / peaks.bytes_per_s, 1.0 / peaks.operations_per_s
         self._sent_token_s = work.sent_bytes_per_token / peaks.sent_bytes_per_s if peaks.sent_bytes_per_s else 0.0
         self._phases = {phase: _Phase() for phase in PHASES}
+        self._written_token_bytes = sum(group.kv_bytes_per_token for group in work.groups)
+        self._faster_operations = work.operations_per_token * (work.product_speed - 1.0)
+        self._read_bytes = self._operations = 0.0
+        self._tokens = 0
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Add a finished step and the seconds it took."""
-        self._phases[phase_of(plan)].add(self.least_s(plan), seconds)
+        work = self.work_of(plan)
+        self._phases[phase_of(plan)].add(self._seconds_of(work, plan), seconds)
+        self._read_bytes += work.read_bytes
+        self._operations += work.operations
+        self._tokens += plan.num_tokens
 
     def least_s(self, plan: StepPlan) -> float:
         """Return the seconds that no execution of this step can stay below. O(rows)."""
+        return self._seconds_of(self.work_of(plan), plan)
+
+    def _seconds_of(self, work: StepWork, plan: StepPlan) -> float:
+        least_s = max(work.read_bytes * self._byte_s, work.operations * self._operation_s)
+        return least_s + plan.num_tokens * self._sent_token_s
+
+    def work_of(self, plan: StepPlan) -> StepWork:
+        """Return what a step has to read and to compute. O(rows)."""
         work, starts, counts, decodes = self.work, plan.starts, plan.counts, plan.num_decodes
         num_rows = len(starts)
         draws = decodes + sum(plan.num_drafts) if decodes == num_rows else plan.num_sampled
@@ -122,7 +146,7 @@ class Roofline:
                     pairs += inside * (start + 0.5 * (inside + 1)) + (count - inside) * window
             size += keys * kv_bytes
             operations += pairs * pair_operations
-        return max(size * self._byte_s, operations * self._operation_s) + plan.num_tokens * self._sent_token_s
+        return StepWork(size, operations)
 
     def to_map(self) -> dict[str, Any]:
         """Return the figures for /stats: by phase that had steps, how many, and the two times since the start."""
@@ -134,6 +158,9 @@ class Roofline:
             "peak_bytes_per_s": self.peaks.bytes_per_s,
             "peak_operations_per_s": self.peaks.operations_per_s,
             "peak_source": self.peaks.source,
+            "operations": self._operations + self._tokens * self._faster_operations,
+            "read_bytes": self._read_bytes,
+            "written_bytes": self._tokens * self._written_token_bytes,
         }
 
     def shares(self) -> dict[str, float]:

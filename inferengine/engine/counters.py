@@ -6,10 +6,10 @@ Prometheus text; the buckets are vLLM's, with finer ones below 10 ms, so that ex
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from typing import Any
 
+from inferengine.core.histogram import Histogram
 from inferengine.core.sequence import Finished
 
 FINE_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075)
@@ -28,37 +28,6 @@ REQUEST_S = (
 TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
 STEP_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
-RECENT = 4096  # samples behind the percentiles
-
-
-class Histogram:
-    """Counts per bucket, as Prometheus wants them, and the latest samples for percentiles."""
-
-    def __init__(self, buckets: tuple[float, ...]) -> None:
-        self.buckets = buckets
-        self.counts = [0] * (len(buckets) + 1)
-        self.sum = 0.0
-        self.count = 0
-        self._recent: deque[float] = deque(maxlen=RECENT)
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """`times` equal samples at once."""
-        self.counts[bisect_left(self.buckets, value)] += times
-        self.sum += value * times
-        self.count += times
-        self._recent.append(value)
-
-    def to_map(self) -> dict[str, Any]:
-        """`counts` are per bucket, not cumulative; the last one is above every bound."""
-        return {"buckets": list(self.buckets), "counts": list(self.counts), "sum": self.sum, "count": self.count}
-
-    def percentiles(self) -> dict[str, float]:
-        """Of the latest samples; empty when there are none."""
-        ordered = sorted(self._recent)
-        if not ordered:
-            return {}
-        last = len(ordered) - 1
-        return {f"p{share}": ordered[round(last * share / 100)] for share in (50, 95, 99)}
 
 
 class Counters:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -87,13 +88,16 @@ class StatsReporter:
         engine: EngineRef,
         publisher: Publisher,
         counters: Counters,
+        adapters: Mapping[str, int],
     ) -> None:
+        """`adapters`: the numbers of the LoRA adapters by name, kept up to date by its owner."""
         self._config = config
         self._lifecycle = lifecycle
         self._card = card
         self._engine = engine
         self._publisher = publisher
         self._counters = counters
+        self._adapters = adapters
         self._gpus = Gpus() if config.engine.device != "cpu" else Gpus(None)
 
     def status(self) -> dict[str, Any]:
@@ -170,6 +174,10 @@ class StatsReporter:
                 "local_compute": stats.num_prompt_tokens - stats.num_cached_tokens,
                 "local_cache_hit": stats.num_cached_tokens,
             },
+            "cached_tokens_by_source": {"device": snapshot.num_prefix_hit_tokens},
+            "corrupted_requests": stats.num_corrupted,
+            "adapters": self._adapter_requests(snapshot.running_adapters),
+            "histograms": {**values["histograms"], **snapshot.block_ages},
             "speculation": {
                 "method": engine.speculation_method,
                 "verified": snapshot.num_verified,
@@ -200,6 +208,20 @@ class StatsReporter:
                 "swapped_out_pages": snapshot.num_blocks_swapped_out,
                 "swapped_in_pages": snapshot.num_blocks_swapped_in,
             },
+        }
+
+    def _adapter_requests(self, running: Sequence[int]) -> dict[str, Any]:
+        """How many adapters may run at once (all that are loaded), the names of those that run, and of those that some
+        request waits for. `running`: of each running sequence with an adapter its number. Empty without adapters."""
+        if not self._adapters:
+            return {}
+        num_open = Counter(log.submission.adapter for log in self._publisher.open_logs())
+        num_running = Counter(running)
+        named = sorted(self._adapters.items())
+        return {
+            "loaded": len(named),
+            "running": [name for name, number in named if num_running[number]],
+            "waiting": [name for name, number in named if num_open[number] > num_running[number]],
         }
 
     def config(self) -> dict[str, dict[str, Any]]:

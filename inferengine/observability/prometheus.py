@@ -6,6 +6,7 @@ cumulative. Names are vLLM 0.33's, and two former ones that old dashboards read.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,10 @@ COUNTERS = (
     ("vllm:prefix_cache_queries", "prefix_cache_queries", "Tokens looked up in the prefix cache."),
     ("vllm:prefix_cache_hits", "prefix_cache_hits", "Tokens found in the prefix cache."),
     ("vllm:num_preemptions", "preemptions", "Preemptions."),
+    ("vllm:corrupted_requests", "corrupted_requests", "Choices ended because their logits were no numbers."),
+    ("vllm:estimated_flops_per_gpu", "roofline.operations", "Operations that the steps' arithmetic takes at least."),
+    ("vllm:estimated_read_bytes_per_gpu", "roofline.read_bytes", "Bytes that the steps read at least: weights, KV."),
+    ("vllm:estimated_write_bytes_per_gpu", "roofline.written_bytes", "Bytes of keys and values that the steps wrote."),
     ("vllm:spec_decode_num_drafts", "speculation.verified", "Rows that verified draft tokens."),
     ("vllm:spec_decode_num_draft_tokens", "speculation.drafted", "Draft tokens proposed."),
     ("vllm:spec_decode_num_accepted_tokens", "speculation.accepted", "Draft tokens that were accepted."),
@@ -81,6 +86,12 @@ LABELLED = (
     ("inferengine_upstream_requests", "upstreams.requests", "upstream", "Requests sent to each upstream."),
     ("inferengine_upstream_failures", "upstreams.failures", "upstream", "Requests that each upstream failed."),
     ("vllm:prompt_tokens_by_source", "prompt_tokens_by_source", "source", "Prompt tokens: computed, or found cached."),
+    (
+        "vllm:prompt_tokens_cached_by_source",
+        "cached_tokens_by_source",
+        "source",
+        "Tokens found in the prefix cache, by where they were.",
+    ),
     (
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "speculation.accepted_by_position",
@@ -133,6 +144,9 @@ HISTOGRAMS = (
     ("request_params_n", "Choices that a request asked for."),
     ("request_num_preemptions", "Preemptions of a request."),
     ("iteration_tokens_total", "Tokens of one step."),
+    ("kv_block_lifetime_seconds", "From a KV block's allocation to its eviction; of a sample of blocks."),
+    ("kv_block_idle_before_evict_seconds", "From a KV block's last use to its eviction; of a sample of blocks."),
+    ("kv_block_reuse_gap_seconds", "Between two uses of a KV block by prompts; of a sample of blocks."),
 )
 ALIASES = (
     ("vllm:time_per_output_token_seconds", "inter_token_latency_seconds", "The same under its former name."),
@@ -183,6 +197,7 @@ class EngineMetrics(Collector):
                 _add(histogram, labels, _map(stats, "histograms").get(source))
             yield histogram
         yield self._cache_config()
+        yield self._adapters()
 
     def _cache_config(self) -> Metric:
         names = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
@@ -192,6 +207,19 @@ class EngineMetrics(Collector):
             if cache:
                 values = (cache.get("page_size"), cache.get("max_pages"), config.get("prefix_caching"))
                 info.add_metric((*labels, *map(str, values)), 1.0)
+        return info
+
+    def _adapters(self) -> Metric:
+        names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "LoRA adapters that may run, do run and are waited for, as labels; the time of this answer.",
+            labels=(*LABELS, *names),
+        )
+        for labels, stats in self._engines:
+            if adapters := _map(stats, "adapters"):
+                values = (str(adapters["loaded"]), ",".join(adapters["running"]), ",".join(adapters["waiting"]))
+                info.add_metric((*labels, *values), time.time())
         return info
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from inferengine.core.executor import StepPlan, StepResult
-from inferengine.core.kv_cache import BlockPool, PrefixCache, block_hash, root_hash
+from inferengine.core.kv_cache import BlockAgeHistograms, BlockAges, BlockPool, PrefixCache, block_hash, root_hash
 from inferengine.core.sequence import RowFailure
 from inferengine.engine.core import StepFailed
 from tests.core.builders import Run, expected_output, make_capacity, make_request
@@ -55,6 +55,40 @@ def test_a_second_block_of_equal_content_stays_private() -> None:
     assert not cache.insert(b"x", 1)
     assert cache.evict(0) == b"x"
     assert cache.get(b"x") is None
+
+
+def test_a_block_s_ages_are_counted_from_its_allocation_and_its_last_use() -> None:
+    found = BlockAgeHistograms()
+    ages = BlockAges(8, found)
+    ages.taken([3], 10.0)
+    ages.reused([3], 14.0)
+    ages.evicted([3], 40.0)
+    ages.taken([3], 40.0)
+    ages.evicted([3], 41.0)
+    assert (found.reuse_gap.sum, found.reuse_gap.count) == (4.0, 1)
+    assert (found.lifetime.sum, found.lifetime.count) == (30.0 + 1.0, 2)
+    assert (found.idle.sum, found.idle.count) == (26.0 + 1.0, 2)
+
+
+def test_of_many_blocks_the_ages_of_about_a_thousand_are_followed() -> None:
+    found = BlockAgeHistograms()
+    ages = BlockAges(100_000, found)
+    ages.taken(range(100_000), 0.0)
+    ages.evicted(range(100_000), 5.0)
+    assert 1000 < found.lifetime.count < 1050
+
+
+def test_hits_and_evictions_of_a_small_cache_are_in_the_snapshot() -> None:
+    run = Run(make_capacity(num_blocks=8))
+    for uid in range(1, 7):
+        run.submit(make_request(uid, [uid if uid < 5 else 5] * 16)).to_end()  # the last two are alike
+    ages, evictions = run.scheduler.snapshot().block_ages, run.scheduler.kv.num_evictions
+    assert evictions > 0
+    assert (
+        ages["kv_block_lifetime_seconds"]["count"] == ages["kv_block_idle_before_evict_seconds"]["count"] == evictions
+    )
+    assert ages["kv_block_reuse_gap_seconds"]["count"] == 3  # full blocks of 4 tokens before the last token
+    assert 0 < ages["kv_block_reuse_gap_seconds"]["sum"] <= 3 * run.now
 
 
 def test_an_equal_prompt_reuses_all_but_what_holds_its_last_token() -> None:

@@ -41,6 +41,17 @@ def make_work(window: int | None = None, **changes: float) -> ModelWork:
     return ModelWork(**{**sizes, **changes}, groups=(AttentionGroup(2.0, 5.0, window),))
 
 
+def test_the_totals_are_of_all_steps_and_count_quantized_products_in_full() -> None:
+    work = make_work(product_speed=2.0)
+    roofline = Roofline(work, ONE_BYTE_A_SECOND)
+    for plan in (make_plan([9]), make_plan([], [(0, 4)])):
+        roofline.observe(plan, 1.0)
+    found = roofline.to_map()
+    assert found["read_bytes"] == 2 * (1000 + 100) + 2 * (10 + 4)
+    assert found["operations"] == 5 * 2 * 2000 + 2 * 200 + 5 * (10 + 1 + 2 + 3 + 4)
+    assert found["written_bytes"] == 5 * 2
+
+
 def test_a_decode_reads_the_weights_once_and_the_context_of_every_row() -> None:
     least = Roofline(make_work(), ONE_BYTE_A_SECOND).least_s(make_plan([9, 19]))
     assert least == 1000 + 100 + 2 * (10 + 20)

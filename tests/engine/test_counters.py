@@ -10,8 +10,10 @@ from inferengine.client import Client
 from inferengine.core.sequence import Finished
 from inferengine.engine.counters import TOKEN_GAP_S, Counters, Histogram
 from inferengine.observability.logging import JsonFormatter
+from inferengine.observability.prometheus import render
 from inferengine.sampling_params import SamplingParams
-from tests.engine.builders import address_of, run_service
+from inferengine.simulation.simulated_executor import SimulatedExecutor
+from tests.engine.builders import address_of, run_service, small_capacity, wait_until
 
 
 def test_a_sample_falls_into_the_first_bucket_that_holds_it() -> None:
@@ -74,3 +76,35 @@ def test_a_line_for_each_request_carries_the_front_ends_id_and_nothing_said(capl
     line = json.loads(JsonFormatter().format(record))
     assert (line["request_id"], line["tenant"], line["reason"], line["output_tokens"]) == ("req-1", "a", "length", 5)
     assert "secret" not in json.dumps(line)
+
+
+class TwoAdapters:
+    """What an executor with the adapters `pirate` (1) and `poet` (2) tells of them."""
+
+    def names(self) -> dict[str, int]:
+        return {"poet": 2, "pirate": 1}
+
+
+def test_adapters_that_run_and_that_are_waited_for_are_labels() -> None:
+    def build() -> SimulatedExecutor:
+        executor = SimulatedExecutor(small_capacity(max_num_seqs=1), step_s=0.05)
+        executor.adapters = TwoAdapters()  # type: ignore[attr-defined]
+        return executor
+
+    with run_service(build) as engine:
+        client = Client(address_of(engine))
+        client.connect()
+        params = SamplingParams(max_tokens=1000, ignore_eos=True)
+        streams = [client.submit([5], params, adapter=name).streams[0] for name in ("poet", "pirate", "poet")]
+        wanted = {"loaded": 2, "running": ["poet"], "waiting": ["pirate", "poet"]}
+        wait_until(lambda: client.admin("stats")["adapters"] == wanted)
+        text = render([client.admin("stats")]).decode()
+        assert 'max_lora="2"' in text
+        assert 'running_lora_adapters="poet",waiting_lora_adapters="pirate,poet"' in text
+        for stream in streams:
+            stream.cancel()
+        client.close()
+
+
+def test_an_engine_without_adapters_has_no_series_of_them() -> None:
+    assert "vllm:lora_requests_info{" not in render([{"model": "m", "engine": "e", "adapters": {}}]).decode()

@@ -133,6 +133,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> PlannedStep:
         """Plan the next step."""
+        self.kv.now_s = now
         if self.waiting.is_isolating:
             for sequence in self.waiting.next_trial():
                 self.state.wait_again(sequence)
@@ -319,6 +320,8 @@ class Scheduler:
             num_drafts_accepted=drafts.num_accepted,
             num_verified=drafts.num_verified,
             drafts_accepted_by_position=tuple(drafts.accepted_by_position),
+            running_adapters=tuple(s.request.adapter for s in state.running if s.request.adapter),
+            block_ages=kv.block_ages.to_map(),
         )
 
     def check(self) -> None:
@@ -472,6 +475,7 @@ class Scheduler:
             before = tokens[max(sequence.num_prompt, len(tokens) - rules.num_before) :]
             if not rules.allowed((1 << self.capacity.vocab_size) - 1, sequence.num_output, before):
                 return refusal(self._no_token(sequence, 0))[1]
+        self.stats.num_corrupted += failure is RowFailure.NOT_A_NUMBER
         return failure.value
 
     def _output(

@@ -6,8 +6,9 @@ by the readers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from inferengine.core.constraints import Grammar
 from inferengine.core.executor import Capacity
@@ -56,6 +57,7 @@ class SchedulerStats:
     num_preemptions: int = 0
     num_forced_tokens: int = 0  # of the output, appended because a grammar left no choice
     num_failed_allocations: int = 0  # times that an allocation did not fit at first
+    num_corrupted: int = 0  # ended because their logits were no numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class SchedulerSnapshot:
     num_drafts_accepted: int = 0
     num_verified: int = 0  # rows that verified draft tokens
     drafts_accepted_by_position: tuple[int, ...] = ()
+    running_adapters: tuple[int, ...] = ()  # of each running sequence with a LoRA adapter, its number
+    block_ages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # histograms, see BlockAgeHistograms
 
     @property
     def acceptance_rate(self) -> float:

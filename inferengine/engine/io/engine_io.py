@@ -283,7 +283,9 @@ class EngineIO:
         self._adapters = AdapterService(self.publisher, call)
         self._profiler = Profiler(lifecycle.clock, call)
         self._kv_events = KVEventPublisher(config.engine.name, card.name, self._thread.publish, self._adapters.names)
-        self._stats = StatsReporter(config, lifecycle, card, engine, self.publisher, self.counters)
+        self._stats = StatsReporter(
+            config, lifecycle, card, engine, self.publisher, self.counters, self._adapters.names
+        )
         self.intake = Intake(
             config,
             lifecycle,

@@ -207,6 +207,8 @@ class UpstreamLoop:
             "num_waiting_tokens": self._waiting.num_tokens,
             "kv_usage": 0.0,
             "drafts_accepted_by_position": (),
+            "running_adapters": (),
+            "block_ages": {},
         }
         return SchedulerSnapshot(**gauges)
 

@@ -138,4 +138,5 @@ def model_work(
         ),
         expert_bytes=expert_bytes,
         chosen_share=config.chosen_share,
+        product_speed=product_speed,
     )

@@ -50,6 +50,11 @@ PUBLISHED = {
     *(f"vllm:request_params_n{part}" for part in HISTOGRAM),
     *(f"vllm:request_prefill_kv_computed_tokens{part}" for part in HISTOGRAM),
     *(f"vllm:iteration_tokens_total{part}" for part in HISTOGRAM),
+    *(f"vllm:kv_block_lifetime_seconds{part}" for part in HISTOGRAM),
+    *(f"vllm:kv_block_idle_before_evict_seconds{part}" for part in HISTOGRAM),
+    *(f"vllm:kv_block_reuse_gap_seconds{part}" for part in HISTOGRAM),
+    *(f"vllm:estimated_{name}_per_gpu_total" for name in ("flops", "read_bytes", "write_bytes")),
+    *("vllm:prompt_tokens_cached_by_source_total", "vllm:corrupted_requests_total"),
 }
 OWN = {
     *("inferengine_requests_total", "inferengine_tokens_generated_total", "inferengine_batch_size"),
