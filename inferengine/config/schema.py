@@ -172,6 +172,12 @@ class CacheConfig:
     swap_gib: float = _key(0.0, "host memory for the KV of preempted requests (scheduler.preemption = swap)", minimum=0)
     dtype: str = _key("auto", "number format of the KV cache; auto: the model's, fp8: e4m3", ("auto", "fp8"))
     events: bool = _key(False, "publish stored and removed blocks for cache-aware routers")
+    events_address: str = _key(
+        "",
+        "tcp://HOST:PORT where they are published, and repeated at the next port, without keys, which such routers do "
+        "not know; empty: beside STATUS, with the wire's keys",
+    )
+    events_topic: str = _key("", "their topic, kv@POD@MODEL; empty: the engine's and the model's name")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 The sequence number is 8 bytes, big-endian, from 0. Each event is a map whose `type` names it (an array before vLLM
 0.28), and a block's hash is an integer of 64 bits, the low ones of its SHA-256: what vLLM sends unless told otherwise,
-and what every reader takes. Source: vllm/distributed/kv_events.py and v1/core/kv_cache_utils.py.
+and what every reader takes. Replayed batches have their topic too, as vLLM 0.32 and llm-d's router have it. Source:
+vllm/distributed/kv_events.py and v1/core/kv_cache_utils.py; llm-d-router pkg/kvevents.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from inferengine.core.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -28,25 +30,30 @@ class KVEventPublisher:
         publish: Callable[[Frames], None],
         adapters: Mapping[str, int],
         clock: Callable[[], float] = time.time,
+        *,
+        topic: str = "",
     ) -> None:
-        """`adapters`: the numbers of the LoRA adapters by name, kept up to date by its owner."""
+        """`adapters`: the numbers of the LoRA adapters by name, kept up to date by its owner. `topic` empty: made of
+        the names."""
         self._adapters = adapters
-        self.topic = f"kv@{engine}@{model}".encode()
+        self.topic = (topic or f"kv@{engine}@{model}").encode()
         self._publish = publish
         self._clock = clock
         self._next = 0
-        self._batches: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_BATCHES)
+        self._batches: deque[Frames] = deque(maxlen=REPLAY_BATCHES)
 
     def publish(self, events: Sequence[KVEvent]) -> None:
         """One batch: what one step changed."""
         payload = pack([self._clock(), [self._to_map(event) for event in events], 0])
-        number, self._next = self._next, self._next + 1
-        self._batches.append((number, payload))
-        self._publish([self.topic, number.to_bytes(8, "big"), payload])
+        frames = [self.topic, self._next.to_bytes(8, "big"), payload]
+        self._next += 1
+        self._batches.append(frames)
+        self._publish(frames)
 
-    def replay(self, start: int) -> list[tuple[int, bytes]]:
+    def replay(self, start: int) -> list[Frames]:
         """Batches from `start` on, as far as they are kept."""
-        return [(number, payload) for number, payload in self._batches if number >= start]
+        oldest = self._next - len(self._batches)
+        return list(islice(self._batches, max(0, start - oldest), None))
 
     def _to_map(self, event: KVEvent) -> dict[str, Any]:
         match event:

@@ -164,6 +164,11 @@ def replay_address(address: str) -> str:
     return _beside(address, "replay", 2)
 
 
+def replay_address_of_events(address: str) -> str:
+    """Where KV events are replayed that have a TCP address of their own: the next port."""
+    return _beside(address, "replay", 1)
+
+
 def _beside(address: str, suffix: str, offset: int) -> str:
     if address.startswith("tcp://"):
         host, _, port = address.rpartition(":")

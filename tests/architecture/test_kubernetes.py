@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -16,6 +18,7 @@ from frontends.http.app import ROUTES
 from inferengine.cli.main import COMMANDS
 from inferengine.client.discovery import EngineDiscovery
 from inferengine.config import engine_addresses, load
+from inferengine.wire.sockets import replay_address_of_events
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "kubernetes"
@@ -162,3 +165,44 @@ def test_the_engines_scale_by_metrics_that_the_adapter_makes() -> None:
     assert {metric["external"]["metric"]["name"] for metric in scaler["spec"]["metrics"]} == {
         rule["name"]["as"] for rule in adapter
     }
+
+
+class TestGateway:
+    """docs/kubernetes/gateway: pods behind the Gateway API inference extension."""
+
+    def found(self) -> dict[str, Document]:
+        return {item["kind"]: item for item in documents((FOLDER / "gateway" / "manifests.yaml").read_text())}
+
+    @pytest.mark.parametrize("kind", ["Deployment", "NetworkPolicy"])
+    @pytest.mark.parametrize("version", VERSIONS)
+    def test_the_manifests_are_valid_for_kubernetes(self, kind: str, version: str) -> None:
+        document = self.found()[kind]
+        kubernetes_validate.validate(document, version, strict=True)
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate({**document, "specs": {}}, version, strict=True)
+
+    def test_the_pool_is_valid_for_the_extensions_published_schema(self) -> None:
+        schema = json.loads(Path(__file__).with_name("inferencepool-v1.json").read_text())["schema"]
+        pool = self.found()["InferencePool"]
+        jsonschema.validate(pool["spec"], schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**pool["spec"], "targetPort": 8000}, schema)
+
+    def test_the_pool_selects_the_pods_and_their_http_port(self) -> None:
+        found = self.found()
+        template = found["Deployment"]["spec"]["template"]
+        wanted = found["InferencePool"]["spec"]["selector"]["matchLabels"]
+        assert wanted.items() <= template["metadata"]["labels"].items()
+        ports = {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
+        assert found["InferencePool"]["spec"]["targetPorts"] == [{"number": ports["http"]}]
+        assert found["HTTPRoute"]["spec"]["rules"][0]["backendRefs"][0]["name"] == "inferengine"
+
+    def test_the_container_publishes_kv_events_at_the_ports_that_it_names(self) -> None:
+        (container,) = self.found()["Deployment"]["spec"]["template"]["spec"]["containers"]
+        config = load(environment=environment(container))
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert config.cache.events
+        assert config.cache.events_address == f"tcp://0.0.0.0:{ports['kv-events']}"
+        assert replay_address_of_events(config.cache.events_address).endswith(f":{ports['kv-replay']}")
+        assert len(config.cache.events_topic.split("@")) == 3
+        assert container["args"][0] in COMMANDS

@@ -6,16 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 import zmq
 
 from inferengine.core.kv_cache import BlockRemoved, BlockStored
 from inferengine.engine.kv_events import KVEventPublisher
 from inferengine.engine.service import EngineService
+from inferengine.errors import ConfigError
 from inferengine.wire import sockets
 from inferengine.wire.messages import Admin, AdminReply
 from tests.engine.builders import address_of, run_service
 from tests.engine.conftest import Connect
+from tests.engine.test_service import free_port
 
 END = (-1).to_bytes(8, "big", signed=True)
 PROMPT = list(range(40))
@@ -34,17 +37,23 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context.destroy(linger=0)
 
 
-def replayed(context: zmq.Context[zmq.Socket[bytes]], engine: EngineService, start: int) -> list[tuple[int, Any]]:
+def replayed(
+    context: zmq.Context[zmq.Socket[bytes]], engine: EngineService, start: int, topic: bytes = b"kv@engine@simulated"
+) -> list[tuple[int, Any]]:
     """Batches from `start` on, as a router asks for them."""
+    events = engine.config.cache.events_address
+    address = sockets.replay_address_of_events(events) if events else sockets.replay_address(address_of(engine))
     with context.socket(zmq.DEALER) as asker:
-        asker.connect(sockets.replay_address(address_of(engine)))
+        asker.connect(address)
         asker.send_multipart([b"", start.to_bytes(8, "big")])
         batches: list[tuple[int, Any]] = []
         while asker.poll(5000):
-            empty, number, payload = asker.recv_multipart()
+            empty, of, number, payload = asker.recv_multipart()
             assert empty == b""
-            if number == END:
+            if payload == b"":
+                assert (of, number) == (b"", END)
                 return batches
+            assert of == topic
             batches.append((int.from_bytes(number, "big"), msgpack.unpackb(payload)))
     raise AssertionError("the replay never ended")
 
@@ -127,3 +136,122 @@ def test_an_adapter_that_has_gone_meanwhile_is_still_told_apart_from_the_base_mo
         [BlockStored([b"\1" * 32], None, [5, 6], 2, adapter=2)]
     )
     assert msgpack.unpackb(sent[0][2])[1][0]["lora_name"] == "adapter 2"
+
+
+# -- what routers read -------------------------------------------------------------------------------------------------
+
+
+class Event(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """vLLM 0.32's KVCacheEvent."""
+
+
+class Stored(Event, tag="BlockStored"):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+
+class Removed(Event, tag="BlockRemoved"):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class Cleared(Event, tag="AllBlocksCleared"):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True):
+    """vLLM 0.32's KVEventBatch."""
+
+    ts: float
+    events: list[Stored | Removed | Cleared]
+    data_parallel_rank: int | None = None
+
+
+def read_as_llm_d(topic: str, payload: bytes) -> tuple[str, str, list[list[Any]]]:
+    """Pod, model and events as llm-d's router takes them (llm-d-router pkg/kvevents/engineadapter): the topic has
+    three parts, a map becomes the list of its fields in order, and each field must have the type that it expects."""
+    _, pod, model = topic.split("@")
+    orders = {
+        "BlockStored": [
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "lora_id",
+            "medium",
+            "lora_name",
+        ],
+        "BlockRemoved": ["block_hashes", "medium"],
+        "AllBlocksCleared": [],
+    }
+    _ts, events, _rank = msgpack.unpackb(payload)
+    rows = [[event["type"], *(event.get(name) for name in orders[event["type"]])] for event in events]
+    for tag, *fields in rows:
+        if tag != "AllBlocksCleared":
+            assert all(0 <= digest < 1 << 64 for digest in fields[0])
+        if tag == "BlockStored":
+            assert all(0 <= token < 1 << 32 for token in fields[2])
+            assert isinstance(fields[3], int)
+    return pod, model, rows
+
+
+def test_routers_read_events_at_an_address_of_their_own_without_keys(
+    connect: Connect, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    port, topic = free_port(), b"kv@10.0.0.7:8000@llama"
+    sections = {"events": True, "events_address": f"tcp://127.0.0.1:{port}", "events_topic": topic.decode()}
+    with run_service(cache=sections) as service, context.socket(zmq.SUB) as subscriber:
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        subscriber.connect(f"tcp://127.0.0.1:{port}")
+        client = connect(service)
+        frames: list[bytes] = []
+        stream = 0
+        while not frames:  # a subscriber that has just connected may miss the first
+            stream += 1
+            client.send(Admin("flush", 1))
+            client.expect(AdminReply)
+            client.submit(stream, prompt=PROMPT)
+            client.collect({stream})
+            while subscriber.poll(50):
+                frames = subscriber.recv_multipart()
+        assert frames[0] == topic
+        batches = replayed(context, service, 0, topic)
+        assert len(batches) > int.from_bytes(frames[1], "big")
+        kinds: set[str] = set()
+        for number, content in batches:
+            payload = msgpack.packb(content)
+            batch = msgspec.msgpack.decode(payload, type=Batch)
+            assert batch.data_parallel_rank == 0, number
+            pod, model, rows = read_as_llm_d(topic.decode(), payload)
+            assert (pod, model) == ("10.0.0.7:8000", "llama")
+            kinds |= {row[0] for row in rows}
+        assert {"BlockStored", "AllBlocksCleared"} <= kinds
+
+
+@pytest.mark.parametrize("address", ["ipc:///run/events", "tcp://127.0.0.1", "tcp://127.0.0.1:65535", "127.0.0.1:5557"])
+def test_an_address_without_host_or_room_for_the_replay_is_refused(address: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"cache\.events_address"),
+        run_service(cache={"events": True, "events_address": address}),
+    ):
+        pass
+
+
+def test_publishing_where_others_can_read_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with run_service(cache={"events": True, "events_address": f"tcp://0.0.0.0:{free_port()}"}):
+        assert "can read the tokens of all prompts" in caplog.text

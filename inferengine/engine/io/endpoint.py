@@ -55,6 +55,9 @@ class Endpoint:
         self.addresses = [engine_address(config), *([config.wire.tcp] if config.wire.tcp else [])]
         for key, address in zip(("wire.socket", "wire.tcp"), self.addresses, strict=False):
             _check(key, address, protected=bool(config.wire.curve_clients_file))
+        events_address = config.cache.events_address if config.cache.events else ""
+        if events_address:
+            _check_events(events_address)
         own = self._own = read_pair(config.wire.curve_secret_file) if config.wire.curve_clients_file else None
         self.clients = read_clients(config.wire.curve_clients_file) if config.wire.curve_clients_file else {}
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -62,6 +65,7 @@ class Endpoint:
         self.monitor = sockets.accepted_monitor(self.router)
         self.pub = sockets.engine_publisher(self.context)
         self.replay = sockets.replay_router(self.context) if config.cache.events else None
+        self.events = self.pub  # that KV events are published on
         self.zap: zmq.Socket[bytes] | None = None
         self._refused_keys: set[bytes] = set()
         try:
@@ -73,7 +77,11 @@ class Endpoint:
                     sockets.require_curve(self.pub, own)
                 _bind(self.router, address)
                 _bind(self.pub, sockets.default_status_address(address))
-            if self.replay is not None:
+            if self.replay is not None and events_address:
+                self.events = sockets.engine_publisher(self.context)
+                _bind(self.events, events_address)
+                _bind(self.replay, sockets.replay_address_of_events(events_address))
+            elif self.replay is not None:
                 if own is not None and _is_tcp(self.addresses[0]):
                     sockets.require_curve(self.replay, own)
                 _bind(self.replay, sockets.replay_address(self.addresses[0]))
@@ -153,6 +161,15 @@ def _check(key: str, address: str, *, protected: bool) -> None:
             "without keys only a loopback address may be bound: use 127.0.0.1 or ipc://, or set wire.curve_secret_file "
             "and wire.curve_clients_file ('inferengine keygen' makes keys)",
         )
+
+
+def _check_events(address: str) -> None:
+    """Raise ConfigError for an address where KV events cannot be published, and warn where others can read them."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not _is_tcp(address) or not host or not port.isdigit() or not 0 < int(port) < 65535:
+        raise ConfigError("cache.events_address", "must be tcp://HOST:PORT with a port from 1 to 65534")
+    if not _is_loopback(host):
+        logger.warning("whoever reaches %s can read the tokens of all prompts: let only the router reach it", address)
 
 
 def _is_loopback(host: str) -> bool:

@@ -64,7 +64,8 @@ NOW = int(zmq.NOBLOCK)
 NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 T = TypeVar("T")
-ReplayBatches = Callable[[int], list[tuple[int, bytes]]]
+ReplayBatches = Callable[[int], list[Frames]]
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
 class IOThread:
@@ -157,6 +158,10 @@ class IOThread:
         """Send to all subscribers of the PUB socket. Only in the I/O thread."""
         self._endpoint.pub.send_multipart(frames, zmq.NOBLOCK)
 
+    def publish_events(self, frames: Frames) -> None:
+        """Send to all subscribers of KV events. Only in the I/O thread."""
+        self._endpoint.events.send_multipart(frames, zmq.NOBLOCK)
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread after what it was called for so far, and close the sockets."""
         if self._thread is None:
@@ -167,15 +172,15 @@ class IOThread:
         self._thread.join(timeout_s)
 
     def _replay(self, replay: zmq.Socket[bytes]) -> None:
-        """`[connection, empty, first number]`: the batches of KV events from there on, then the number -1."""
+        """`[connection, empty, first number]`: the batches of KV events from there on, as they were published; then one
+        of the number -1 without topic and payload."""
         frames = replay.recv_multipart(zmq.NOBLOCK)
         if len(frames) != 3 or len(frames[2]) != 8:
             return
         batches = self._replay_batches(int.from_bytes(frames[2], "big", signed=True))
         try:
-            for number, payload in [*batches, (-1, b"")]:
-                answer = [frames[0], b"", number.to_bytes(8, "big", signed=True), payload]
-                replay.send_multipart(answer, zmq.NOBLOCK)
+            for batch in [*batches, [b"", END_OF_REPLAY, b""]]:
+                replay.send_multipart([frames[0], b"", *batch], zmq.NOBLOCK)
         except zmq.ZMQError:
             logger.warning("a router that asked for KV events does not read them")
 
@@ -282,7 +287,13 @@ class EngineIO:
         )
         self._adapters = AdapterService(self.publisher, call)
         self._profiler = Profiler(lifecycle.clock, call)
-        self._kv_events = KVEventPublisher(config.engine.name, card.name, self._thread.publish, self._adapters.names)
+        self._kv_events = KVEventPublisher(
+            config.engine.name,
+            card.name,
+            self._thread.publish_events,
+            self._adapters.names,
+            topic=config.cache.events_topic,
+        )
         self._stats = StatsReporter(
             config, lifecycle, card, engine, self.publisher, self.counters, self._adapters.names
         )

@@ -115,6 +115,21 @@ def test_published_dashboards_find_their_series(text: str) -> None:
     assert found >= PUBLISHED | OWN | OF_HTTP | OF_PROCESS | OF_REFUSALS
 
 
+@pytest.mark.parametrize("name", ["vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"])
+def test_an_inference_gateway_finds_the_gauges_that_it_chooses_by(text: str, name: str) -> None:
+    """Names and types of the Gateway API inference extension's model server protocol; llm-d's router reads them too."""
+    (family,) = (family for family in text_string_to_metric_families(text) if family.name == name)
+    assert family.type == "gauge"
+    assert len(family.samples) == 1
+
+
+def test_an_inference_gateway_finds_the_size_of_the_cache_in_labels(text: str) -> None:
+    (family,) = (each for each in text_string_to_metric_families(text) if each.name == "vllm:cache_config_info")
+    labels = family.samples[0].labels
+    assert int(labels["block_size"]) > 0
+    assert int(labels["num_gpu_blocks"]) > 0
+
+
 @pytest.mark.parametrize("status", ["ok", "rejected", "cache_rejected"])
 def test_requests_are_counted_by_status(text: str, status: str) -> None:
     assert re.search(rf'^inferengine_requests_total{{.*status="{status}"}} \d', text, re.MULTILINE)
