@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import TextIO
 
 from inferengine.process import stdio
@@ -56,7 +57,8 @@ class LiveLine:
 class Terminal:
     """Writes to one stream. On a terminal progress is one line that moves; elsewhere a line per new phase or quarter.
 
-    With `json_lines` every line of a child is passed on as it is, for collectors that parse it. `usual_s`: how long the
+    With `json_lines` every line of a child is passed on as it is, for collectors that parse it, and every line of the
+    supervisor is a JSON object. Elsewhere than on a terminal its messages have their time. `usual_s`: how long the
     start took the last time, for the estimate; 0: not known.
     """
 
@@ -88,7 +90,11 @@ class Terminal:
 
     def notice(self, text: str) -> None:
         """Write a message of the supervisor."""
-        self._write(json.dumps({"source": "up", "message": text}) if self._json_lines else self._prefix("up") + text)
+        if self._json_lines:
+            self._write(_record("up", message=text))
+            return
+        time = "" if self._moving else f"{datetime.now().isoformat(sep=' ', timespec='milliseconds')} "
+        self._write(f"{self._prefix('up')}{time}{text}")
 
     def begin(self, text: str) -> None:
         """Say at once what starts. On a terminal the live line counts from here until `block` or `end_progress`."""
@@ -111,7 +117,7 @@ class Terminal:
         quarter = (phase, (share or 0) // 25)
         if self._last_quarter.get(name) != quarter:
             self._last_quarter[name] = quarter
-            self._write(json.dumps({"source": name, "status": text}) if self._json_lines else self._prefix(name) + text)
+            self._write(_record(name, status=text) if self._json_lines else self._prefix(name) + text)
 
     def retry(self) -> bool:
         """Write what could not be written before, and the live line anew. Returns whether to call again soon."""
@@ -127,9 +133,9 @@ class Terminal:
         self._stream.flush()
 
     def block(self, text: str) -> None:
-        """Write several lines without a prefix, to be read and copied."""
+        """Write several lines without a prefix, to be read and copied; as JSON, one message."""
         self.end_progress()
-        self._stream.write(text + "\n")
+        self._stream.write((_record("up", message=text.strip()) if self._json_lines else text) + "\n")
         self._stream.flush()
 
     def _write(self, text: str) -> None:
@@ -157,6 +163,12 @@ class Terminal:
     def _prefix(self, name: str) -> str:
         padded = f"{name:<{self._name_width}}"
         return f"\x1b[{COLOURS.get(name.partition('-')[0], '0')}m{padded} │\x1b[0m " if self._moving else f"{padded} | "
+
+
+def _record(source: str, **values: str) -> str:
+    """A line of the log as JSON."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"time": now, "level": "info", "source": source, **values}, ensure_ascii=False)
 
 
 def estimate(elapsed_s: float, usual_s: float) -> str:

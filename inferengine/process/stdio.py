@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
+from datetime import UTC, datetime
 
 MOST_WAITING_BYTES = 256 * 1024
 CHUNK_BYTES = select.PIPE_BUF  # a pipe that can be written to takes so many without waiting
@@ -140,7 +141,8 @@ class NonBlockingStream(io.TextIOBase):
             return b""
         message = f"{self._lost} line{'s' * (self._lost != 1)} of this log could not be written: {self._reason}"
         if self.json_lines:
-            line = {"level": "warning", "logger": __name__, "message": message, "lost_lines": self._lost}
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            line = {"time": now, "level": "warning", "logger": __name__, "message": message, "lost_lines": self._lost}
             return json.dumps(line).encode() + b"\n"
         return f"inferengine: {message}\n".encode()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from datetime import UTC, datetime
 
 from inferengine.cli.terminal import LiveLine, Terminal, cut_to_width, split_share, with_bar
 
@@ -46,17 +48,30 @@ def test_on_a_terminal_progress_is_one_line_below_the_others() -> None:
     assert screen.getvalue().endswith("\r\x1b[2K")
 
 
-def test_json_lines_pass_through_and_everything_else_is_json_too() -> None:
+def test_json_lines_pass_through_and_everything_else_is_json_with_its_time() -> None:
     stream = io.StringIO()
     terminal = Terminal(stream, json_lines=True)
     terminal.line("engine", '{"message": "hello"}')
     terminal.notice("stopping")
     terminal.status("engine", "loading 1 %")
-    assert [json.loads(line) for line in stream.getvalue().splitlines()] == [
-        {"message": "hello"},
-        {"source": "up", "message": "stopping"},
-        {"source": "engine", "status": "loading 1 %"},
+    terminal.block("\nReady after 4.5 s.\n  HTTP  http://127.0.0.1:8000\n")
+    hello, *own = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert hello == {"message": "hello"}
+    times = [datetime.fromisoformat(line.pop("time")) for line in own]
+    assert all(time.tzinfo is UTC for time in times)
+    assert own == [
+        {"level": "info", "source": "up", "message": "stopping"},
+        {"level": "info", "source": "engine", "status": "loading 1 %"},
+        {"level": "info", "source": "up", "message": "Ready after 4.5 s.\n  HTTP  http://127.0.0.1:8000"},
     ]
+
+
+def test_in_a_file_messages_of_the_supervisor_have_their_time() -> None:
+    stream = io.StringIO()
+    Terminal(stream).notice("engine is ready again")
+    found = re.fullmatch(r"up     \| (.+) engine is ready again\n", stream.getvalue())
+    assert found
+    assert datetime.fromisoformat(found[1])
 
 
 def test_a_share_is_told_from_its_phase() -> None:

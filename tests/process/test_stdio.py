@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -107,6 +109,22 @@ def test_after_a_full_disk_it_goes_on_and_says_what_is_lost(tmp_path: Path, monk
         print("fourth line", file=stream)
     lost = "inferengine: 2 lines of this log could not be written: No space left on device"
     assert path.read_text() == f"first line\nse\n{lost}\nfourth line\n"
+
+
+def test_as_json_the_line_about_lost_ones_has_its_time(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stream = NonBlockingStream(pipe[1])
+    stream.json_lines = True
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        print('{"message": "lost"}', file=stream)
+    print('{"message": "kept"}', file=stream)
+    about, kept = (json.loads(line) for line in read_all(pipe[0]).splitlines())
+    assert kept == {"message": "kept"}
+    assert (about["level"], about["lost_lines"]) == ("warning", 1)
+    assert datetime.fromisoformat(about["time"]).tzinfo is UTC
 
 
 def test_streams_that_somebody_replaced_are_left_alone() -> None:
