@@ -1,6 +1,6 @@
 """Comings and goings on the real engine with a simulated device: nothing is left behind, and nobody waits for others.
 
-Short; `benchmarks/soak.py` does the same ten thousand times with processes.
+Short; `benchmarks/soak` does the same ten thousand times with processes.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_a_reader_that_takes_nothing_costs_bounded_memory_and_delays_nobody(serv
 
 def test_a_restarted_engine_is_served_from_by_the_same_front_end() -> None:
     """Streams that opt out of going on end with an error event, the next request is taken as soon as the engine is
-    back. How soon both are, at most 5 s, is measured by benchmarks/soak.py."""
+    back. How soon both are, at most 5 s, is measured by benchmarks/soak."""
     begun: set[int] = set()  # readers with the first part of their stream
     ended: list[dict[str, Any]] = []
 

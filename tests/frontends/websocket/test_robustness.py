@@ -1,6 +1,6 @@
 """Comings and goings on the real engine with a simulated device: nothing is left behind, and nobody waits for others.
 
-Short; `benchmarks/soak.py` does the same ten thousand times with processes.
+Short; `benchmarks/soak` does the same ten thousand times with processes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,52 @@
+"""Long runs of the service: mixed load under faults for hours, or the three phases of clients that come and go.
+
+    python -m benchmarks.soak --hours 1 [--rate 1.2] [--seed 1] [--device cpu] [--json FILE] [--plots FOLDER]
+    python -m benchmarks.soak --hours 1 --faults "kill engine,freeze ws"     these once each, then the end
+    python -m benchmarks.soak --judge FOLDER [--json FILE] [--plots FOLDER]  the verdict on a run once more
+    python -m benchmarks.soak [--cycles 10000] [--idle 1000] [--streams 200] [--json FILE]
+
+The exit code of a mixed run is 1 if a request met what no fault explains, if anything was left in a quiet window, or if
+a process grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.soak import clients, mixed, report
+from inferengine.bench.plots import require_matplotlib
+
+
+def main() -> int:
+    if not any(word.split("=")[0] in ("--hours", "--judge", "-h", "--help") for word in sys.argv[1:]):
+        return clients.main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hours", type=float)
+    parser.add_argument("--rate", type=float, default=1.2, help="requests begun a second")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of the engine, on a CPU")
+    parser.add_argument("--cycle-s", type=float, default=mixed.CYCLE_S, help="load between two quiet windows")
+    parser.add_argument("--faults", default="", metavar="NAME,NAME", help="these, once each, in this order")
+    parser.add_argument("--folder", type=Path, help="where samples.jsonl, run.json and service.log are left")
+    parser.add_argument("--judge", type=Path, metavar="FOLDER", help="of a run that has ended")
+    parser.add_argument("--json", type=Path, help="write the result here, with figures by the minute")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write SVG files here (needs matplotlib)")
+    options = parser.parse_args()
+    if options.plots is not None:
+        require_matplotlib()
+    folder = options.judge or options.folder or Path(tempfile.mkdtemp(prefix="soak-"))
+    if options.judge is None:
+        mixed.run(options, folder)
+    document = report.write(folder, options.json, options.plots)
+    print(json.dumps({name: value for name, value in document.items() if name != "minutes"}, indent=1))
+    print(f"The samples and the service's log are in {folder}")
+    return 0 if document["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

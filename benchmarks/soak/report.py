@@ -1,0 +1,145 @@
+"""The result of a mixed soak, from the files that it left: the verdict, figures by the minute, plots."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.soak.verdict import FIGURES, Samples, latency_slopes, lives, verdicts
+from inferengine.bench.environment import write_result
+from inferengine.bench.plots import Series, line_chart
+
+NAMES = ("engine", "http worker", "http", "ws", "up", "grammars")
+MOST_EXAMPLES = 20
+
+
+def read(folder: Path) -> tuple[dict[str, Any], Samples]:
+    """What a run has left."""
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    return json.loads((folder / "run.json").read_text()), [json.loads(line) for line in lines]
+
+
+def result(run: dict[str, Any], samples: Samples) -> dict[str, Any]:
+    """The document of benchmarks/results."""
+    judged = verdicts(samples)
+    growing = [
+        f"{one['process']} {one['life']}: {figure}"
+        for one in judged
+        for figure in FIGURES
+        if one[figure]["verdict"] == "growing"
+    ]
+    back: dict[str, list[float]] = defaultdict(list)
+    for fault in run["fault_list"]:
+        if "back_after_s" in fault:
+            back[fault["name"]].append(fault["back_after_s"])
+    by_kind: Counter[str] = Counter()
+    for name, count in run["totals"].items():
+        by_kind[name.rpartition(", ")[2]] += count
+    windows = run["windows"]
+    fields = ("seconds", "rate", "seed", "device", "own_disk", "requests", "compared", "batches", "faults")
+    return {
+        "benchmark": "soak mixed",
+        "hours": round(run["seconds"] / 3600, 2),
+        **{name: run[name] for name in fields},
+        "num_faults": sum(run["faults"].values()),
+        "outcomes": dict(by_kind),
+        "unexpected": len(run["unexpected"]),
+        "unexpected_examples": [text[:300] for text in run["unexpected"][:MOST_EXAMPLES]],
+        "unclean": run["unclean"],
+        "quiet_windows": {
+            "count": len(windows),
+            "slowest_end_s": max((window["ended_after_s"] for window in windows), default=None),
+            "slowest_clean_s": max((window["clean_after_s"] for window in windows), default=None),
+        },
+        "back_after_s": {
+            name: {"median": statistics.median(values), "most": max(values), "times": len(values)}
+            for name, values in sorted(back.items())
+        },
+        "load_average": {
+            "median": round(statistics.median(sample["load_average"] for sample in samples), 2),
+            "most": round(max(sample["load_average"] for sample in samples), 2),
+        },
+        "lives": dict(Counter(name for name, _ in lives(samples))),
+        "latency": latency_slopes(samples),
+        "processes": judged,
+        "growing": growing,
+        "verdict": "growing" if growing else "flat" if judged else "too short",
+        "passed": not (growing or run["unexpected"] or run["unclean"]),
+        "minutes": by_minutes(samples),
+    }
+
+
+def by_minutes(samples: Samples) -> dict[str, list[Any]]:
+    """Columns of one value a minute; of several processes of one name the sum; null where nothing was measured."""
+    minutes: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for sample in samples:
+        minutes[int(sample["t"] // 60)].append(sample)
+    columns: dict[str, list[Any]] = {"minute": sorted(minutes)}
+    for minute in columns["minute"]:
+        found = minutes[minute]
+        row: dict[str, Any] = {
+            "requests": sum(sum(sample["requests"].values()) for sample in found),
+            "errors": sum(sum(sample["errors"].values()) for sample in found),
+        }
+        for name in ("first_token", "between_tokens"):
+            for share in ("p50_s", "p99_s"):
+                values = [sample[name][share] for sample in found if sample[name][share] is not None]
+                row[f"{name} {share}"] = round(statistics.median(values), 4) if values else None
+        for name in NAMES:
+            for figure in ("pss_mib", "descriptors"):
+                sums = [
+                    sum(process[figure] for process in sample["processes"] if process["name"] == name)
+                    for sample in found
+                ]
+                row[f"{name} {figure}"] = round(statistics.median(sums), 1) if any(sums) else None
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    return columns
+
+
+def charts(document: dict[str, Any]) -> dict[str, str]:
+    """SVG by file name. Raises ConfigError without matplotlib."""
+    columns = document["minutes"]
+
+    def series(column: str, label: str, factor: float = 1.0) -> Series:
+        known = [
+            (minute, value)
+            for minute, value in zip(columns["minute"], columns[column], strict=True)
+            if value is not None
+        ]
+        return Series(label, [minute for minute, _ in known], [factor * value for _, value in known])
+
+    def chart(series: list[Series], title: str, y_label: str) -> str:
+        return line_chart(series, title=title, x_label="minutes", y_label=y_label)
+
+    return {
+        "soak-memory.svg": chart(
+            [series(f"{name} pss_mib", name) for name in NAMES if f"{name} pss_mib" in columns],
+            "Memory of each part under mixed load and faults",
+            "PSS in MiB",
+        ),
+        "soak-latency.svg": chart(
+            [
+                series("first_token p50_s", "first token, median", 1e3),
+                series("between_tokens p50_s", "between tokens, median", 1e3),
+                series("between_tokens p99_s", "between tokens, 99 %", 1e3),
+            ],
+            "Latency under mixed load and faults, all within one machine",
+            "ms",
+        ),
+    }
+
+
+def write(folder: Path, json_file: Path | None, plots: Path | None) -> dict[str, Any]:
+    """Judge the run in `folder`, and write what is asked for."""
+    run, samples = read(folder)
+    document = result(run, samples)
+    if json_file is not None:
+        write_result(json_file, {**document, "environment": run["environment"]})
+    if plots is not None:
+        for name, text in charts(document).items():
+            (plots / name).write_text(text)
+    return document

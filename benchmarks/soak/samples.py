@@ -1,0 +1,102 @@
+"""A sample of what may grow, as a line of JSON: memory, descriptors, threads of each process; latencies; errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, TextIO
+
+import httpx
+
+from benchmarks.soak.load import Load
+from benchmarks.soak.service import Part, Service
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def process_figures(pid: int) -> dict[str, float]:
+    """RSS and PSS in MiB, descriptors, threads, CPU seconds so far. Raises OSError for a process that is gone."""
+    found: dict[str, float] = {}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith(("Rss:", "Pss:")):
+            found[f"{line[:3].lower()}_mib"] = round(int(line.split()[1]) / 1024, 2)
+    found["descriptors"] = len(os.listdir(f"/proc/{pid}/fd"))
+    found["threads"] = len(os.listdir(f"/proc/{pid}/task"))
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    found["cpu_s"] = (int(fields[11]) + int(fields[12])) / TICKS
+    return found
+
+
+def quantile(values: list[float], share: float) -> float | None:
+    """The value below which this share lies; None without values."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
+
+
+class Sampler:
+    """Writes samples to a file."""
+
+    def __init__(self, service: Service, load: Load, file: TextIO) -> None:
+        self._service, self._load, self._file = service, load, file
+        self._began_s = time.monotonic()
+        self._generations: dict[str, list[Part]] = {}
+
+    def stats(self) -> dict[str, Any] | None:
+        """The engine's figures; None while there is none, or no front end."""
+        with contextlib.suppress(httpx.TransportError, ValueError):
+            answer = httpx.get(f"{self._service.http}/stats", headers=self._service.keys[2].headers, timeout=20.0)
+            if answer.status_code == 200:
+                return dict(answer.json())
+        return None
+
+    def take(self, *, quiet: bool = False) -> dict[str, Any]:
+        """One sample of now, and of the requests since the last. `quiet`: nothing is open."""
+        sample: dict[str, Any] = {"t": round(time.monotonic() - self._began_s, 2), "quiet": quiet}
+        sample["processes"] = []
+        for part in self._service.parts():
+            with contextlib.suppress(OSError):
+                lives = self._generations.setdefault(part.name, [])
+                if part not in lives:
+                    lives.append(part)
+                figures = process_figures(part.pid)
+                life = {"name": part.name, "life": lives.index(part), "pid": part.pid}
+                sample["processes"].append({**life, **figures})
+        sample["orphans"] = len(self._service.orphans())
+        stats = self.stats()
+        sample["engine"] = None if stats is None else _engine_figures(stats)
+        notes, self._load.notes = self._load.notes, []
+        gaps, self._load.gaps_s = self._load.gaps_s, []
+        first = [note.first_s for note in notes if note.first_s is not None and note.manner != "slow"]
+        sample["requests"] = dict(Counter(note.kind for note in notes))
+        sample["errors"] = dict(
+            Counter(f"{note.kind}: {note.detail[:60]}" for note in notes if note.kind not in ("ended", "cancelled"))
+        )
+        sample["unexpected"] = sum(not note.expected for note in notes)
+        for name, values in (("first_token", first), ("between_tokens", gaps)):
+            sample[name] = {"count": len(values), "sum_s": round(sum(values), 3)}
+            for share in (0.5, 0.99, 1.0):
+                value = quantile(values, share)
+                sample[name][f"p{share * 100:g}_s"] = None if value is None else round(value, 4)
+        sample["open"] = len(self._load.open)
+        sample["load_average"] = os.getloadavg()[0]
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(self._service.disk.folder)
+            sample["log_bytes"] = self._service.log.stat().st_size
+            sample["disk_used_mib"] = round((disk.f_blocks - disk.f_bfree) * disk.f_frsize / 2**20, 2)
+        self._file.write(json.dumps(sample) + "\n")
+        self._file.flush()
+        return sample
+
+
+def _engine_figures(stats: dict[str, Any]) -> dict[str, Any]:
+    cache = stats.get("cache") or {}
+    return {
+        "active_requests": stats.get("active_requests"),
+        "used_blocks": cache.get("used_pages"),
+        "kept_streams": stats.get("kept_streams"),
+        "uptime_s": stats.get("uptime_s"),
+        "stalled_steps": stats.get("stalled_steps"),
+    }

@@ -1,0 +1,111 @@
+"""Flat or growing: the slope of what each process holds over its life, with an interval of 95 %.
+
+The slope is Theil's and Sen's, the median of the slopes of all pairs of points, and its interval Kendall's: neither
+asks how the values are distributed. A point is one minute: of memory its median, of descriptors and threads its least,
+because those of open requests come and go. The first WARM_UP_S of a life are left out. Neighbouring minutes are not
+independent, which the interval does not know: it is somewhat too narrow.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+WARM_UP_S = 300.0
+LEAST_MINUTES = 10
+Z = 1.96
+FIGURES = {"rss_mib": 2.0, "pss_mib": 2.0, "descriptors": 3.0, "threads": 2.0}  # growth over a life that counts
+SHARE = 0.02  # of memory: growth below both is not told from an allocator's drift
+Samples = Sequence[dict[str, Any]]
+
+
+class Slope(NamedTuple):
+    """Per hour: the estimate and the ends of its interval."""
+
+    per_hour: float
+    low: float
+    high: float
+
+
+def theil_sen(points: Sequence[tuple[float, float]]) -> Slope:
+    """The slope of (hours, value) points. Needs at least three of different x."""
+    slopes = sorted(
+        (y2 - y1) / (x2 - x1) for i, (x1, y1) in enumerate(points) for x2, y2 in points[i + 1 :] if x2 != x1
+    )
+    n = len(points)
+    apart = Z * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    low = max(0, math.floor((len(slopes) - apart) / 2))
+    high = min(len(slopes) - 1, math.ceil((len(slopes) + apart) / 2))
+    return Slope(statistics.median(slopes), slopes[low], slopes[high])
+
+
+def judge(figure: str, points: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """The verdict on one figure of one life: flat, growing or too short."""
+    if len(points) < LEAST_MINUTES:
+        return {"verdict": "too short", "minutes": len(points)}
+    slope = theil_sen(points)
+    hours = points[-1][0] - points[0][0]
+    level = statistics.median(y for _, y in points)
+    counts = FIGURES[figure]
+    if figure.endswith("_mib"):
+        counts = max(counts, SHARE * level)
+    growing = slope.low > 0 and slope.per_hour * hours > counts
+    rounded = {name: round(value, 3) for name, value in slope._asdict().items()}
+    return {
+        "verdict": "growing" if growing else "flat",
+        "minutes": len(points),
+        "median": round(level, 2),
+        **rounded,
+    }
+
+
+def lives(samples: Samples) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """What was sampled of each process from its start to its end, with the moment `t`."""
+    found: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for sample in samples:
+        for process in sample["processes"]:
+            found[process["name"], process["life"]].append({**process, "t": sample["t"]})
+    return dict(found)
+
+
+def by_minute(rows: Sequence[dict[str, Any]], figure: str) -> list[tuple[float, float]]:
+    """(hours, value) of each minute after the warm-up."""
+    minutes: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        if row["t"] - rows[0]["t"] >= WARM_UP_S:
+            minutes[int(row["t"] // 60)].append(row[figure])
+    middle = statistics.median if figure.endswith("_mib") else min
+    return [(minute / 60, float(middle(values))) for minute, values in sorted(minutes.items())]
+
+
+def verdicts(samples: Samples) -> list[dict[str, Any]]:
+    """One for each life of each process that lasted, the longest first; each with all FIGURES."""
+    made = []
+    for (name, life), rows in lives(samples).items():
+        judged = {figure: judge(figure, by_minute(rows, figure)) for figure in FIGURES}
+        if any(one["verdict"] != "too short" for one in judged.values()):
+            made.append(
+                {"process": name, "life": life, "minutes": round((rows[-1]["t"] - rows[0]["t"]) / 60, 1), **judged}
+            )
+    return sorted(made, key=lambda one: -one["minutes"])
+
+
+def latency_slopes(samples: Samples) -> dict[str, Any]:
+    """Of the medians of each minute, per hour. Other programs on the machine move them, so they judge nothing."""
+    found = {}
+    for name in ("first_token", "between_tokens"):
+        minutes: dict[int, list[float]] = defaultdict(list)
+        for sample in samples:
+            if sample[name]["p50_s"] is not None:
+                minutes[int(sample["t"] // 60)].append(sample[name]["p50_s"])
+        points = [(minute / 60, statistics.median(values)) for minute, values in sorted(minutes.items())]
+        if len(points) >= LEAST_MINUTES:
+            slope = theil_sen(points)
+            found[name] = {
+                "median_ms": round(1e3 * statistics.median(y for _, y in points), 2),
+                **{f"{end}_ms": round(1e3 * value, 3) for end, value in slope._asdict().items()},
+            }
+    return found

@@ -1,0 +1,190 @@
+"""The soak tells growth from noise, a fault of the product from the consequence of a fault, and one end from two."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.kill_streams import Case
+from benchmarks.soak import batches, disturbances, report
+from benchmarks.soak.asks import Asker, Result
+from benchmarks.soak.disturbances import Disturbances
+from benchmarks.soak.service import CLOCK_FOLDER, make_key
+from benchmarks.soak.verdict import WARM_UP_S, judge, theil_sen, verdicts
+
+CASE = Case("sse", "sse", {"prompt": "x", "n": 2})
+ENDS = [{"index": 0, "text": "one", "finish_reason": "stop"}, {"index": 1, "text": "two", "finish_reason": "length"}]
+
+
+def minutes(count: int, value: Callable[[int], float]) -> list[tuple[float, float]]:
+    return [(minute / 60, value(minute)) for minute in range(count)]
+
+
+def sample(t: float, **figures: float) -> dict[str, Any]:
+    none = {"p50_s": None, "p99_s": None}
+    return {
+        "t": t, "processes": [{"name": "engine", "life": 0, "pid": 1, **figures}], "load_average": 1.0, "requests": {},
+        "errors": {}, "first_token": none, "between_tokens": none,
+    }  # fmt: skip
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_flat_and_a_leak_in_the_same_noise_is_growing(seed: int) -> None:
+    draw = random.Random(seed)
+    noise = [draw.gauss(0.0, 1.0) for _ in range(40)]
+    assert judge("rss_mib", minutes(40, lambda minute: 200 + noise[minute]))["verdict"] == "flat"
+    leaking = judge("rss_mib", minutes(40, lambda minute: 200 + noise[minute] + 0.25 * minute))
+    assert leaking["verdict"] == "growing"
+    assert leaking["low"] <= 15.0 <= leaking["high"]
+
+
+def test_a_step_that_stays_is_not_growing_forever() -> None:
+    """A cache that is filled once after the warm-up."""
+    assert judge("rss_mib", minutes(40, lambda minute: 220 if minute > 10 else 219))["verdict"] == "flat"
+
+
+def test_descriptors_that_are_never_given_back_are_growing() -> None:
+    assert judge("descriptors", minutes(30, lambda minute: 30 + minute // 3))["verdict"] == "growing"
+
+
+def test_without_enough_minutes_there_is_no_verdict() -> None:
+    assert judge("rss_mib", minutes(9, lambda minute: 10.0 * minute))["verdict"] == "too short"
+
+
+def test_the_slope_of_a_line_is_its_own_with_its_outliers() -> None:
+    points = minutes(30, lambda minute: 1000.0 if minute == 15 else 2.0 * minute)
+    slope = theil_sen(points)
+    assert slope.per_hour == pytest.approx(120.0)
+
+
+def test_the_warm_up_of_a_life_is_left_out() -> None:
+    samples = [
+        sample(t, rss_mib=100 + min(t, WARM_UP_S), pss_mib=90, descriptors=20, threads=4) for t in range(0, 2400, 10)
+    ]
+    (engine,) = verdicts(samples)
+    assert engine["rss_mib"]["verdict"] == "flat"
+    assert engine["rss_mib"]["median"] == 100 + WARM_UP_S
+
+
+def test_a_growing_process_fails_the_run() -> None:
+    run: dict[str, Any] = {
+        "seconds": 3600.0, "rate": 1.0, "seed": 1, "device": "cpu", "own_disk": True, "requests": 5, "compared": 4,
+        "batches": 1, "faults": {"kill ws": 1}, "fault_list": [{"name": "kill ws", "back_after_s": 2.0}],
+        "totals": {"sse n, ended": 4, "wire n, lost": 1}, "windows": [], "unexpected": [], "unclean": [],
+    }  # fmt: skip
+    steady = [sample(t, rss_mib=100, pss_mib=90, descriptors=20, threads=4) for t in range(0, 3600, 10)]
+    assert report.result(run, steady)["passed"]
+    growing = [sample(t, rss_mib=100 + t / 60, pss_mib=90, descriptors=20, threads=4) for t in range(0, 3600, 10)]
+    found = report.result(run, growing)
+    assert (found["passed"], found["growing"]) == (False, ["engine 0: rss_mib"])
+    assert found["outcomes"] == {"ended": 4, "lost": 1}
+
+
+# -- what a fault explains ---------------------------------------------------------------------------------------------
+
+
+def test_a_fault_explains_what_ended_during_it_or_soon_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(disturbances.time, "monotonic", lambda: now[0])
+    faults = Disturbances()
+    place = faults.begin("kill http worker")
+    now[0] = 110.0
+    assert faults.touched("kill http", 105.0)
+    assert not faults.touched("kill ws", 105.0)
+    faults.end(place)
+    assert faults.touched("http", 110.0 + disturbances.SETTLES_S)
+    assert not faults.touched("http", 110.0 + disturbances.SETTLES_S + 1)
+
+
+def test_a_line_of_a_batch_that_is_missing_double_or_different_is_found() -> None:
+    texts = {number: f"text {number}" for number in range(batches.LINES)}
+
+    def line(number: int) -> dict[str, Any]:
+        if batches.is_refused(number):
+            return {"custom_id": str(number), "response": {"status_code": 400, "body": {}}}
+        body = {"choices": [{"text": texts[number]}]}
+        return {"custom_id": str(number), "response": {"status_code": 200, "body": body}}
+
+    whole = [line(number) for number in range(batches.LINES)]
+    assert batches.compare(whole, texts) == []
+    assert batches.compare(whole[1:], texts)
+    assert batches.compare([*whole, line(0)], texts)
+    assert batches.compare(whole, {**texts, 0: "another"}) == ["line 0: another text"]
+
+
+# -- reading strictly --------------------------------------------------------------------------------------------------
+
+
+def ask(events: list[str], manner: str = "read") -> Result:
+    """What the client makes of this answer of an HTTP front end."""
+
+    async def asked() -> Result:
+        service: Any = SimpleNamespace(http="http://front-end", engine="ipc:///nowhere")
+        asker = Asker(service)
+        text = "".join(f"data: {event}\n\n" for event in events)
+        answer = httpx.MockTransport(lambda request: httpx.Response(200, text=text))
+        asker.http = httpx.AsyncClient(transport=answer, base_url="http://front-end")
+        try:
+            return await asker.ask(CASE, manner, make_key("a"), random.Random(1))
+        finally:
+            await asker.close()
+
+    made: Awaitable[Result] = asked()
+    return asyncio.run(made)  # type: ignore[arg-type]
+
+
+def test_a_stream_with_one_end_for_each_choice_has_ended() -> None:
+    found = ask([*(json.dumps({"choices": [end]}) for end in ENDS), "[DONE]"])
+    assert (found.kind, found.texts) == ("ended", [("one", "stop"), ("two", "length")])
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [json.dumps({"choices": ENDS}), json.dumps({"choices": ENDS[:1]}), "[DONE]"],
+        [json.dumps({"choices": [ENDS[0], {"index": 1, "text": "two"}]}), "[DONE]"],
+        [json.dumps({"choices": ENDS}), "[DONE]", "[DONE]"],
+        [json.dumps({"choices": ENDS[:1]}), json.dumps({"error": {"code": "engine_error"}}), "[DONE]"],
+    ],
+    ids=["two ends", "no end", "after [DONE]", "an error"],
+)
+def test_a_stream_without_exactly_one_end_is_wrong(events: list[str]) -> None:
+    assert ask(events).kind == "wrong"
+
+
+def test_a_stream_without_done_is_lost() -> None:
+    assert ask([json.dumps({"choices": ENDS})]).kind == "lost"
+
+
+# -- the clock ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_wall_clock_of_a_process_follows_the_file_and_its_monotonic_clock_does_not(tmp_path: Path) -> None:
+    clock = tmp_path / "clock"
+    clock.write_bytes(struct.pack("<d", 3600.0))
+    program = (
+        "import struct, sys, time; wall, steady = time.time(), time.monotonic();"
+        f"open({str(clock)!r}, 'r+b').write(struct.pack('<d', -3600.0));"
+        "print(wall - time.time(), wall - time.time_ns() / 1e9, time.monotonic() - steady)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(CLOCK_FOLDER), "SOAK_CLOCK": str(clock)}
+    shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    back, back_ns, passed = map(float, shown.stdout.split())
+    assert back == pytest.approx(7200.0, abs=60.0)
+    assert back_ns == pytest.approx(7200.0, abs=60.0)
+    assert passed < 60.0
