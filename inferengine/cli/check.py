@@ -35,10 +35,7 @@ UNIT_FOLDERS = (
     "/usr/lib/systemd/system",
 )
 HIDDEN_FROM_UNITS = ("/root", "/home", "/run/user")  # ProtectHome=
-REINSTALL = (
-    "install again with a Python that all users may run, such as the system's: rm -r .venv && "
-    "PYTHON=/usr/bin/python3 scripts/install"
-)
+REINSTALL = "sudo inferengine systemd install writes units that see it, or take a Python that all users may run"
 REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*(?:<[0-9.]+,)?>=\s*([0-9.]+)(?:,<[0-9.]+)?\s*(;.*)?$")
 EXTRA_MARKER = re.compile(r"extra == '([a-z-]+)'")
 PARTS = {"": "client", "server": "front ends", "engine": "engine"}  # extra → what it brings
@@ -304,11 +301,19 @@ def ports(config: Config) -> Iterator[Finding]:
 def interpreter(config: Config) -> Iterator[Finding]:
     """Whether the systemd units, where they are installed, can run this Python.
 
-    They run as a user of their own and do not see /root and /home. Where they cannot, they end with 203/EXEC.
+    They run as a user of their own and do not see /root and /home, but for what `inferengine systemd install` has bound
+    for them. Where they cannot run it, they end with 203/EXEC.
     """
-    if not any(Path(folder, ENGINE_UNIT).exists() for folder in UNIT_FOLDERS):
+    unit = next((path for folder in UNIT_FOLDERS if (path := Path(folder, ENGINE_UNIT)).exists()), None)
+    if unit is None:
         return
-    if complaint := out_of_reach(Path(sys.executable)):
+    try:
+        text = unit.read_text()
+    except OSError:
+        text = ""
+    if f"ExecStart={sys.executable} " in text and "BindReadOnlyPaths=" in text:
+        yield Finding(OK, "units", "they can run this Python, which is bound for them")
+    elif complaint := out_of_reach(Path(sys.executable)):
         yield Finding(PROBLEM, "units", complaint)
     else:
         yield Finding(OK, "units", "they can run this Python")

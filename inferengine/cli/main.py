@@ -65,6 +65,8 @@ COMMANDS = {
     ),
     "tune": Entry("measure which kernels a model takes on this card, or show it", "tune", "run", ("engine",)),
     "keygen": Entry("make API keys for the front ends and CURVE keys for ZeroMQ over TCP", "keygen", "run"),
+    "systemd": Entry("whether the systemd units here are those for this Python", "systemd", "compare"),
+    "systemd install": Entry("install the systemd units for this Python, or print them", "systemd", "install"),
     "config": Entry("print the resolved configuration as TOML, with what each key takes", "serve", "config"),
     "completion": Entry("print the completion of commands, flags and values for a shell", "completion", "run"),
 }

@@ -15,7 +15,7 @@ class TestInterpreterOfTheUnits:
     @pytest.mark.parametrize("place", ["/root/.local/share/uv/python/bin/python3", "/home/me/.local/bin/python3"])
     def test_one_below_root_or_home_is_said_with_the_remedy(self, place: str) -> None:
         assert "203/EXEC" in (complaint := out_of_reach(Path(place)))
-        assert "PYTHON=/usr/bin/python3 scripts/install" in complaint
+        assert "inferengine systemd install" in complaint
 
     def test_a_link_is_followed(self, tmp_path: Path) -> None:
         tmp_path.joinpath("python").symlink_to("/root/.local/share/uv/python")

@@ -3,8 +3,8 @@
 #
 # Run by: unshare --fork --pid --mount --net --kill-child boot.sh CGROUP UNITS
 # Root is an overlay whose writes go to memory, /run, /tmp and /var/tmp are empty, the cgroup tree is a subtree of
-# CGROUP, the network is a loopback of its own, and the only units are those of the folder UNITS. So nothing outside is
-# started, changed or cleaned up.
+# CGROUP, the network is a loopback of its own, and the only units are those of the folder UNITS and what is installed
+# inside. So nothing outside is started, changed or cleaned up.
 set -euo pipefail
 cgroup="$1" units="$2"
 echo $$ > "$cgroup/cgroup.procs"
@@ -21,6 +21,7 @@ mount -t tmpfs -o mode=755 tmpfs "$root/run"
 mkdir "$root/run/units" "$root/run/lock"
 cp -r "$units"/* "$root/run/units/"
 mount -t tmpfs -o mode=755 tmpfs "$root/var/log"
+mount -t tmpfs -o mode=755 tmpfs "$root/etc/systemd/system"
 for folder in tmp var/tmp; do mount -t tmpfs -o mode=1777 tmpfs "$root/$folder"; done
-exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin container=inferengine-test SYSTEMD_UNIT_PATH=/run/units \
+exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin container=inferengine-test SYSTEMD_UNIT_PATH=/etc/systemd/system:/run/units \
     unshare --cgroup chroot "$root" /lib/systemd/systemd --system --unit=boot.target --show-status=0 --log-target=console

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from inferengine.cli.systemd import data_folder, this_install, units
 from tests.systemd.machine import ROOT, Machine
 
 UNITS = sorted(path for path in (ROOT / "systemd").iterdir() if path.suffix in (".service", ".socket", ".target"))
@@ -27,11 +28,10 @@ needs_analyze = pytest.mark.skipif(
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """The units with the interpreter of this test in place of /opt's, which is not there."""
-    for path in UNITS:
-        text = path.read_text().replace("/opt/inferengine/.venv/bin/", f"{Path(sys.executable).parent}/")
-        text = text.replace("/opt/inferengine/scripts/", f"{ROOT}/scripts/")
-        (tmp_path / path.name).write_text(text)
+    """The units as they are installed for the interpreter of this test."""
+    for file in units(data_folder(), this_install()):
+        if (path := Path(file.path)).parent.name == "system":
+            (tmp_path / path.name).write_text(file.text)
     return tmp_path
 
 
@@ -138,6 +138,9 @@ def test_the_units_start_serve_restart_and_drain_under_a_real_systemd(machine: M
         machine.wait_for(lambda unit=unit, n=restarts + 1: machine.show(unit, "NRestarts") == str(n), 120)
     assert answers(machine)
 
+    installed = machine.run(sys.executable, "-P", "-m", "inferengine.cli", "systemd")
+    assert {line.split()[0] for line in installed.splitlines()} == {"same"}
+
     began = time.monotonic()
     machine.run("systemctl", "stop", "inferengine.target")
     for name in ("http", "ws", "engine"):
@@ -146,13 +149,12 @@ def test_the_units_start_serve_restart_and_drain_under_a_real_systemd(machine: M
         assert machine.show(f"inferengine-{name}.service", "ExecMainStatus") == "0"
     assert time.monotonic() - began < 40  # nothing runs: nothing waited for the drain's deadline
 
-    machine.run("sh", "-c", "rm /opt/inferengine/.venv; mkdir -p /opt/inferengine/.venv/bin /root/uv; "
-                "cp /bin/true /root/uv/python; ln -s /root/uv/python /opt/inferengine/.venv/bin/python; "
-                "printf '#!/opt/inferengine/.venv/bin/python\n' > /opt/inferengine/.venv/bin/inferengine; "
-                "chmod +x /opt/inferengine/.venv/bin/inferengine")  # fmt: skip
+    hidden = "mkdir -p /root/uv && cp /bin/true /root/uv/python && ln -s /root/uv/python /opt/python"
+    machine.run("sh", "-c", f"{hidden} && sed -i s:{sys.executable}:/opt/python: /etc/systemd/system/*.service")
+    machine.run("systemctl", "daemon-reload")
     for name in ("engine", "http", "ws"):
         unit = f"inferengine-{name}.service"
         machine.run("systemctl", "start", unit, check=False)
         machine.wait_for(lambda unit=unit: machine.show(unit, "ActiveState") == "failed")
         assert (machine.show(unit, "ExecMainStatus"), machine.show(unit, "NRestarts")) == (str(EXEC_FAILED), "0")
-        assert "cannot run /opt/inferengine/.venv/bin/python, which is /root/uv/python" in machine.journal(unit)
+        assert "cannot run /opt/python, which is /root/uv/python" in machine.journal(unit)
