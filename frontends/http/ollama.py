@@ -37,7 +37,7 @@ from frontends.http.anthropic import tool_input
 from frontends.http.bodies import SAMPLING, read_json, read_options, read_params
 from frontends.http.openai.completions import as_chat, prompt_names, read_chat
 from frontends.http.openai.embeddings import embedding_inputs
-from frontends.http.respond import EventStream, JsonBytes
+from frontends.http.respond import EventStream, JsonBytes, PlainEvent
 from frontends.http.routes.tokenize import MAX_TOKENS
 from frontends.http.state import HttpState
 from frontends.http.telemetry import describe, describe_embeddings
@@ -676,10 +676,10 @@ class OllamaFormat:
                 lines.append(self._line(*part, more))
         return b"".join(lines)
 
-    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        """Return the bytes around a text in its line; None where a line carries more than text."""
+    def plain(self, choice: Choice) -> PlainEvent | None:
+        """Return the line of one token; None where a line carries more than text."""
         carries_more = self._reader is not None or self._logprobs is not None or self._token_ids is not None
-        return None if carries_more else self._around()
+        return None if carries_more else PlainEvent(*self._around())
 
     def end(self, generation: Generation) -> bytes:
         """Write the last line: why it ended, the counts, and the durations."""

@@ -20,7 +20,7 @@ import contextlib
 import logging
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
@@ -42,15 +42,30 @@ logger = logging.getLogger(__name__)
 SMALL_VALUES = 2000  # of log-probabilities, written down in a millisecond or two
 
 
+class PlainEvent(NamedTuple):
+    """The event of one token that does not end its choice, but for the token: what stands before its text, what after
+    it, and what after its id, which follows then; None where ids are not told."""
+
+    head: bytes
+    tail: bytes
+    after_id: bytes | None = None
+
+    def write(self, text: str, token_id: int) -> bytes:
+        """The event of this token; nothing for one that has nothing to say."""
+        if self.after_id is not None:
+            return b"%b%b%b%d%b" % (self.head, quote(text), self.tail, token_id, self.after_id)
+        return self.head + quote(text) + self.tail if text else b""
+
+
 class Format(Protocol):
     """How a route writes a generation: as a stream of events, or as one document."""
 
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
         """The events of these pieces, one for each that has something to say."""
 
-    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        """What stands before and after a text in the event of one piece, once pieces that do not end the choice differ
-        in nothing else; None where they do."""
+    def plain(self, choice: Choice) -> PlainEvent | None:
+        """The event of one token, once events that do not end the choice differ in nothing but text and id; None where
+        they do."""
 
     def end(self, generation: Generation) -> bytes:
         """What follows the last piece of the last choice."""
@@ -240,8 +255,8 @@ def keep_alive() -> ServerSentEvent:
 class EventFormat(Protocol):
     """What a relay needs of a Format."""
 
-    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        """What stands before and after a token's text in its event, once nothing but the text differs; else None."""
+    def plain(self, choice: Choice) -> PlainEvent | None:
+        """A token's event, once nothing but its text and id differs; else None."""
 
     def events(self, generation: Generation, choice: Choice, pieces: list[Piece]) -> bytes:
         """Write the events of these pieces."""
@@ -265,7 +280,7 @@ class Relay:
         self._format = format
         self._send = send
         self._coalescer = coalescer
-        self._around: tuple[bytes, bytes] | None = None
+        self._plain: PlainEvent | None = None
         self._last: Piece | None = None
         self._failure: BaseException | None = None
         self._blocked: Coroutine[Any, Any, None] | None = None
@@ -308,16 +323,16 @@ class Relay:
             self._wake()
 
     def _read(self) -> bytes:
-        choice, delta, around = self._choice, self._stream.take(), self._around
-        if around is not None and delta.finish is None and len(delta.token_ids) == 1:
-            text = choice.read_plain(delta.token_ids[0])
-            return around[0] + quote(text) + around[1] if text else b""
+        choice, delta, plain = self._choice, self._stream.take(), self._plain
+        if plain is not None and delta.finish is None and len(delta.token_ids) == 1:
+            token_id = delta.token_ids[0]
+            return plain.write(choice.read_plain(token_id), token_id)
         pieces = choice.read(delta, per_token=True)
         if pieces[-1].is_last:
             self._last = pieces[-1]
         body = self._format.events(self._generation, choice, pieces)
-        if around is None and choice.is_plain:
-            self._around = self._format.plain(choice)
+        if plain is None and choice.is_plain:
+            self._plain = self._format.plain(choice)
         return body
 
     def _write(self, message: Message) -> bool:

@@ -34,7 +34,7 @@ from frontends.common.generation import (
     finite_logprob,
     token_text,
 )
-from frontends.common.json import DONE, dumps, event, quote, read_fields, read_flag, read_token_ids
+from frontends.common.json import DONE, dumps, event, read_fields, read_flag, read_token_ids
 from frontends.common.model import ServedModel
 from frontends.http.bodies import (
     ChatFields,
@@ -57,7 +57,7 @@ from frontends.http.bodies import (
 )
 from frontends.http.openai.response_store import StoredResponse
 from frontends.http.openai.stored_chat import KeepingFormat
-from frontends.http.respond import Format, answer
+from frontends.http.respond import Format, PlainEvent, answer
 from frontends.http.state import HttpState
 from inferengine.client import TokenLogprobs
 from inferengine.config import Config, LimitsConfig
@@ -98,17 +98,7 @@ async def completions(request: Request) -> Response:
     check_prompt_logprobs(prompts, params, config.limits, "prompt_logprobs" if prompt_logprobs else "logprobs")
     texts = _echoed(body["prompt"], prompts, served) if echo else None
     num_choices = len(prompts) * params.n
-    created = int(time.time())
-    reply = AnswerMetadata(
-        f"cmpl-{label}",
-        created,
-        body.get("model") or served.name,
-        served.tokenizer,
-        streaming,
-        extras,
-        logprobs,
-        prompt_logprobs,
-    )
+    reply = answer_metadata(f"cmpl-{label}", body, served, streaming, extras, logprobs, prompt_logprobs)
     generation = Generation(service.engines_for(request, served), served.tokenizer, prompts, params, options)
     return await answer(
         service,
@@ -269,17 +259,7 @@ async def _read_chat(service: HttpState, body: dict[str, Any], request_id: str) 
     params = prompt.adjusted(params)
     if (prompt_logprobs := read_prompt_logprobs(body, streaming, config.limits)) is not None:
         params = params.replace(prompt_logprobs=prompt_logprobs)
-    created = int(time.time())
-    reply = AnswerMetadata(
-        f"chatcmpl-{label}",
-        created,
-        body.get("model") or served.name,
-        served.tokenizer,
-        streaming,
-        extras,
-        logprobs,
-        prompt_logprobs,
-    )
+    reply = answer_metadata(f"chatcmpl-{label}", body, served, streaming, extras, logprobs, prompt_logprobs)
     return ChatRequest(served, prompt, params, options, reply, fields)
 
 
@@ -500,6 +480,21 @@ class AnswerMetadata(NamedTuple):
     prompt_logprobs: int | None = None
 
 
+def answer_metadata(
+    name: str,
+    body: dict[str, Any],
+    served: ServedModel,
+    streaming: StreamingFields,
+    extras: ExtraFields,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> AnswerMetadata:
+    """The metadata of an answer to this body, made now. `name`: its id."""
+    model = body.get("model") or served.name
+    now = int(time.time())
+    return AnswerMetadata(name, now, model, served.tokenizer, streaming, extras, logprobs, prompt_logprobs)
+
+
 def usage_object(usage: Usage) -> dict[str, Any]:
     """Return usage as OpenAI writes it, with the numbers of accepted and rejected draft tokens if there were any."""
     draft_tokens = draft_token_counts(usage)
@@ -552,9 +547,27 @@ class Chunks:
         return tail if not more else b"]," + dumps(more)[1:-1] + (tail[1:] if tail != b"]}\n\n" else b"}\n\n")
 
 
-def _is_plain(answer: AnswerMetadata) -> bool:
-    """Whether chunks carry text and nothing else until the last one."""
-    return answer.logprobs is None and not answer.extras.return_token_ids and not answer.streaming.continuous_usage
+def _plain_events(
+    answer: AnswerMetadata, chunks: Chunks, num_choices: int, text: bytes, end: bytes
+) -> list[PlainEvent]:
+    """For each choice the chunk of one token that carries its text, and its id where ids are asked for, and nothing
+    else; empty where chunks carry more. `text` stands between the index and the text, `end` after the text."""
+    if answer.logprobs is not None or answer.streaming.continuous_usage:
+        return []
+    after = end + b',"logprobs":null,"finish_reason":null'
+    return [
+        PlainEvent(head, after + b',"token_ids":[', b"]}" + chunks.tail)
+        if answer.extras.return_token_ids
+        else PlainEvent(head, after + b"}" + chunks.tail)
+        for head in (chunks.head + b'{"index":%d,%b' % (index, text) for index in range(num_choices))
+    ]
+
+
+def _is_of_one_token(piece: Piece, plain: PlainEvent) -> bool:
+    """Whether a plain event tells all of a piece: where ids are told, of one token."""
+    if piece.finish_reason is not None:
+        return False
+    return plain.after_id is None or (len(piece.token_ids) == 1 and piece.error is None)
 
 
 class CompletionFormat:
@@ -577,28 +590,28 @@ class CompletionFormat:
         self._skip_special_tokens = skip_special_tokens
         self._per_prompt = num_choices // num_prompts
         self._chunks = Chunks(answer, "text_completion", num_choices)
-        self._plain = _is_plain(answer)
-        self._heads = [self._chunks.head + b'{"index":%d,"text":' % index for index in range(num_choices)]
-        self._tail = b',"logprobs":null,"finish_reason":null}' + self._chunks.tail
-        self._begun: set[int] = set()  # choices whose echo has been told
+        self._plain = [] if echo is not None else _plain_events(answer, self._chunks, num_choices, b'"text":', b"")
+        self._begun: set[int] = set()  # choices whose echo and prompt have been told
         self._offsets: dict[int, TextOffsets] = {}
 
     def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
         """Write the chunks of these pieces, each with `text`; pieces without text may be left out."""
         parts = []
-        head, tail = self._heads[choice.index], self._tail
         for piece in pieces:
-            if self._plain and piece.finish_reason is None and self._echo is None:
-                if piece.text:
-                    parts.append(head + quote(piece.text) + tail)
+            plain = self.plain(choice)
+            if plain is not None and _is_of_one_token(piece, plain):
+                parts.append(plain.write(piece.text, piece.token_ids[0] if piece.token_ids else 0))
             elif piece.error is None or piece.token_ids:
                 shown = _without_output(piece) if self._prompt_only else piece
                 parts.append(self._event(generation, choice, shown))
         return b"".join(parts)
 
-    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        """Return the bytes around a text in its chunk; None with echo, or where a chunk carries more than text."""
-        return (self._heads[choice.index], self._tail) if self._plain and self._echo is None else None
+    def plain(self, choice: Choice) -> PlainEvent | None:
+        """Return the chunk of one token; None with echo, where a chunk carries more, and before one that tells the
+        prompt's ids."""
+        if not self._plain or (self._answer.extras.return_token_ids and choice.index not in self._begun):
+            return None
+        return self._plain[choice.index]
 
     def end(self, generation: Generation) -> bytes:
         """Write the usage chunk, if it was asked for, and `[DONE]`."""
@@ -701,9 +714,7 @@ class ChatFormat:
     def __init__(self, answer: AnswerMetadata, num_choices: int) -> None:
         self._answer = answer
         self._chunks = Chunks(answer, "chat.completion.chunk", num_choices)
-        self._plain = _is_plain(answer)
-        self._heads = [self._chunks.head + b'{"index":%d,"delta":{"content":' % index for index in range(num_choices)]
-        self._tail = b'},"logprobs":null,"finish_reason":null}' + self._chunks.tail
+        self._plain = _plain_events(answer, self._chunks, num_choices, b'"delta":{"content":', b"}")
         self._begun: set[int] = set()
         self._prompt_shown = not answer.extras.return_token_ids
 
@@ -713,18 +724,17 @@ class ChatFormat:
         if choice.index not in self._begun:
             self._begun.add(choice.index)
             parts.append(self._first(generation, choice))
-        head, tail = self._heads[choice.index], self._tail
+        plain = self.plain(choice)
         for piece in pieces:
-            if self._plain and piece.finish_reason is None:
-                if piece.text:
-                    parts.append(head + quote(piece.text) + tail)
+            if plain is not None and _is_of_one_token(piece, plain):
+                parts.append(plain.write(piece.text, piece.token_ids[0] if piece.token_ids else 0))
             elif piece.error is None or piece.token_ids:
                 parts.append(self._event(generation, choice, piece))
         return b"".join(parts)
 
-    def plain(self, choice: Choice) -> tuple[bytes, bytes] | None:
-        """Return the bytes around a text in its chunk; None before the first, or where one carries more than text."""
-        return (self._heads[choice.index], self._tail) if self._plain and choice.index in self._begun else None
+    def plain(self, choice: Choice) -> PlainEvent | None:
+        """Return the chunk of one token; None before the first, or where a chunk carries more."""
+        return self._plain[choice.index] if self._plain and choice.index in self._begun else None
 
     def end(self, generation: Generation) -> bytes:
         """Write the usage chunk, if it was asked for, and `[DONE]`."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from array import array
+from typing import Any
 
 import pytest
 
@@ -220,6 +222,26 @@ def test_token_ids_on_request(served: House) -> None:
     documents = served.stream(return_token_ids=True)[:-1]
     assert [token for event in documents for token in event["choices"][0]["token_ids"]] == ids("the quick brown fox")
     assert ["prompt_token_ids" in event["choices"][0] for event in documents] == [True] + [False] * (len(documents) - 1)
+
+
+@pytest.mark.parametrize("script", [{"pause_s": 0.005}, {"chunk": 3}], ids=["one by one", "together"])
+@pytest.mark.parametrize("asked", [{}, {"messages": [{"role": "user", "content": "say"}]}], ids=["text", "chat"])
+def test_chunks_with_token_ids_are_those_without_and_the_ids(
+    served: House, asked: dict[str, Any], script: dict[str, Any]
+) -> None:
+    text = 'the "quick" 🎉 fox'
+    served.script = says(text, **script)
+    path = "/v1/chat/completions" if asked else "/v1/completions"
+    response = served.post(path, **{"prompt": "say", **asked, "stream": True, "return_token_ids": True})
+    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+    shown = [json.loads(line) for line in lines]
+    assert [json.dumps(event, ensure_ascii=False, separators=(",", ":")) for event in shown] == lines
+    told = [choice for event in shown for choice in event["choices"] if "token_ids" in choice]
+    assert [choice["token_ids"] for choice in told] == [[token_id] for token_id in ids(text)]
+    parts = [choice["delta"].get("content", "") if asked else choice["text"] for choice in told]
+    assert ("".join(parts), "" in parts) == (text, True)
+    usual = ["index", "delta" if asked else "text", "logprobs", "finish_reason"]
+    assert {tuple(choice) for choice in told[1:-1]} == {(*usual, "token_ids")}
 
 
 def test_continuous_usage_counts_along(served: House) -> None:

@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from frontends.common.generation import Choice, Piece
 from frontends.common.server import Coalescer
-from frontends.http.respond import KeepAlive, Relay
+from frontends.http.respond import KeepAlive, PlainEvent, Relay
 from inferengine.client import Stream
 from inferengine.client.requests import Finish, OutputCollector
 from inferengine.text import TextStream
@@ -29,8 +29,8 @@ class Plain:
         self.long_way = 0
         self._broken = broken
 
-    def plain(self, choice: Choice) -> tuple[bytes, bytes]:
-        return b"[", b"]"
+    def plain(self, choice: Choice) -> PlainEvent:
+        return PlainEvent(b"[", b"]")
 
     def events(self, generation: Any, choice: Choice, pieces: list[Piece]) -> bytes:
         self.long_way += 1
