@@ -36,12 +36,16 @@ CARD = ModelCard("tiny", Path("/nowhere"), FILES, fingerprint(FILES), (EOS,))
 
 
 class FakeServer(ThreadingHTTPServer):
-    """An upstream of text alone. `answer` writes what comes of a completion that streams."""
+    """An upstream of text alone, or with token ids. `answer` writes what comes of a completion that streams."""
 
     daemon_threads = True
 
-    def __init__(self, answer: Callable[[Handler], None], port: int = 0) -> None:
+    def __init__(
+        self, answer: Callable[[Handler], None], port: int = 0, *, gives_ids: bool = False, lists_models: bool = True
+    ) -> None:
         self.answer = answer
+        self.gives_ids = gives_ids
+        self.lists_models = lists_models
         self.bodies: list[dict[str, Any]] = []
         self.left = threading.Event()  # a client went away in the middle
         self.connections: set[Handler] = set()
@@ -70,12 +74,15 @@ class Handler(BaseHTTPRequestHandler):
         self.server.connections.remove(self)
 
     def do_GET(self) -> None:
-        self.answer(200, {"data": [{"id": "fake"}]})
+        if self.server.lists_models:
+            self.answer(200, {"data": [{"id": "fake"}]})
+        else:
+            self.answer(500, {"detail": "no list"})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not body.get("stream"):
-            self.answer(200, {"choices": [{"text": "x"}]})
+            self.answer(200, {"choices": [{"text": "x", **({"token_ids": [5]} if self.server.gives_ids else {})}]})
             return
         self.server.bodies.append(body)
         self.server.answer(self)
@@ -93,9 +100,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
 
-    def event(self, text: str, reason: str | None = None) -> None:
-        choice = {"index": 0, "text": text, "finish_reason": reason}
-        self.wfile.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+    def event(self, text: str, reason: str | None = None, **more: Any) -> None:
+        self.say({"choices": [{"index": 0, "text": text, "finish_reason": reason, **more}]})
+
+    def say(self, document: Any) -> None:
+        self.wfile.write(b"data: " + json.dumps(document).encode() + b"\n\n")
         self.wfile.flush()
 
 
@@ -120,6 +129,21 @@ def dies(handler: Handler) -> None:
     """One word, and the connection is gone without an end."""
     handler.begin()
     handler.event("half")
+
+
+def refuses_in_the_stream(handler: Handler) -> None:
+    """As vLLM 0.32 does for a grammar that it cannot compile, and for other fields that it reads late."""
+    handler.begin()
+    handler.say({"error": {"message": "because", "type": "BadRequestError", "param": None, "code": 400}})
+    handler.wfile.write(b"data: [DONE]\n\n")
+
+
+def ends_without_a_mark(handler: Handler) -> None:
+    """As `transformers serve` 5.23 does: no [DONE], and fields that say nothing are left out."""
+    handler.begin()
+    for word in ("one", " two"):
+        handler.say({"choices": [{"index": 0, "text": word}]})
+    handler.say({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}], "usage": {"completion_tokens": 2}})
 
 
 def talks_on(handler: Handler) -> None:
@@ -352,6 +376,41 @@ def test_fields_that_the_operator_names_are_passed_on() -> None:
     with FakeServer(speaks("x")) as server, relay(server.url, upstream={"fields": "top_k"}) as service:
         ask(service, params={"top_k": 4})
         assert server.bodies[0]["top_k"] == 4
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0, "top_k": 3, "min_p": 0.5}])
+def test_what_a_checkpoint_may_default_is_always_said(params: dict[str, Any]) -> None:
+    """vLLM, SGLang and transformers take what a request leaves out from generation_config.json."""
+    usual = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    with FakeServer(speaks("x"), gives_ids=True) as server, relay(server.url) as service:
+        ask(service, params=params)
+        assert {name: server.bodies[0][name] for name in usual} == {**usual, **params}
+    with FakeServer(speaks("x")) as server, relay(server.url) as service:
+        ask(service, params={"temperature": 0.5})
+        assert (server.bodies[0]["temperature"], server.bodies[0]["top_p"]) == (0.5, 1.0)
+        assert "top_k" not in server.bodies[0]
+
+
+def test_a_refusal_within_the_stream_is_the_request_s_own() -> None:
+    with FakeServer(refuses_in_the_stream) as one, FakeServer(refuses_in_the_stream) as two:  # noqa: SIM117
+        with relay(one.url, two.url) as service:
+            _, row = ask(service)
+            assert (row.reason, row.detail) == ("error", ["invalid_request", "because"])
+            assert len(one.bodies) + len(two.bodies) == 1, "another upstream was asked for what is wrong anywhere"
+
+
+def test_a_stream_that_has_told_why_it_ends_needs_no_mark() -> None:
+    with FakeServer(ends_without_a_mark) as server, relay(server.url) as service:
+        text, row = ask(service)
+        assert (text, row.reason) == ("one two", "stop")
+        assert service.io.read_stats()["upstreams"]["failures"][server.url[7:]] == 0  # type: ignore[index]
+
+
+def test_a_server_without_a_list_of_models_is_asked_for_the_one_that_is_named() -> None:
+    with FakeServer(speaks("x"), lists_models=False) as server:  # noqa: SIM117
+        with relay(server.url, upstream={"model": "mine"}) as service:
+            ask(service)
+            assert server.bodies[0]["model"] == "mine"
 
 
 def test_output_within_a_grammar_is_not_resumed() -> None:

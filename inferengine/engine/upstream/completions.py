@@ -32,6 +32,9 @@ EXTENSIONS = (
     "allowed_token_ids",
 )
 STANDARD = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+# Always sent, at their defaults too: a server that finds none takes those of the model's generation_config.json.
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+TOP_K_OFF = -1  # which SGLang insists on; vLLM, llama.cpp and this project take 0 as well
 REFUSED = ("prompt_logprobs", "bad_words_ids")  # for which there is no field that takes token ids
 OPENAI_GRAMMARS = ("json_schema", "json_object")
 MAX_EVENT_BYTES = 16 * 1024 * 1024
@@ -123,9 +126,12 @@ def completion_body(request: Request, model: str, abilities: Abilities, tokenize
         "stream": True,
         "stream_options": {"include_usage": True},
         **{name: changed[name] for name in (*STANDARD, *EXTENSIONS) if name in changed},
+        **{name: getattr(params, name) for name in DEFAULTED if name in STANDARD or name in abilities.fields},
     }
     if params.is_greedy:
         body["temperature"] = 0
+    if body.get("top_k") == 0:
+        body["top_k"] = TOP_K_OFF
     if emitted and params.min_tokens:
         body["min_tokens"] = max(0, params.min_tokens - emitted)
     if params.seed is not None:
@@ -173,7 +179,8 @@ class EventReader:
 
     def __init__(self) -> None:
         self._pending = b""
-        self.is_done = False  # the stream has ended as it should
+        self.is_done = False  # [DONE] has come
+        self.has_reason = False  # a finish reason has come: no output follows, [DONE] or not
 
     def push(self, data: bytes) -> Iterator[CompletionEvent]:
         """Yield the events that `data` completes. Raises InferEngineError for what is none."""
@@ -188,9 +195,12 @@ class EventReader:
                 self.is_done = True
                 return
             try:
-                yield read_event(content)
+                event = read_event(content)
             except msgspec.DecodeError:
                 raise InferEngineError("engine_error", "The upstream sent what is no completion.") from None
+            for choice in event.choices:
+                self.has_reason |= choice.finish_reason is not None
+            yield event
 
 
 def read_logprobs(found: Logprobs | None, token_ids: SequenceOf[int], num_top: int) -> list[TokenLogprobs]:
@@ -239,6 +249,15 @@ def _byte_id(tokenizer: Tokenizer, byte: int) -> int:
     return found
 
 
+def status_of_event(error: Any) -> int:
+    """The HTTP status of an error within a stream, as vLLM and this project tell it by `code`; 500 where none is
+    told."""
+    code = error.get("code") if isinstance(error, Mapping) else None
+    if isinstance(code, str) and code in KINDS:
+        return KINDS[code].http_status
+    return code if type(code) is int and 400 <= code < 600 else 500
+
+
 def error_of_status(status: int, body: bytes) -> InferEngineError:
     """The error of an upstream's refusal. What is wrong with the request is told in the upstream's words; what is wrong
     with the upstream is for the log."""
@@ -248,7 +267,7 @@ def error_of_status(status: int, body: bytes) -> InferEngineError:
         told = {}
     inner = told.get("error", told) if isinstance(told, Mapping) else {}
     inner = inner if isinstance(inner, Mapping) else {}
-    code, message = inner.get("code"), inner.get("message")
+    code, message = inner.get("code"), inner.get("message", inner.get("detail"))  # FastAPI says `detail`
     text = bounded(message) if isinstance(message, str) and message else f"The upstream answered {status}."
     if status in (401, 403, 404) or status < 400:
         return InferEngineError("engine_error", "The upstream refuses this engine: its log has the cause.")

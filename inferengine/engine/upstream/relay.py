@@ -341,9 +341,7 @@ class UpstreamLoop:
             async for events in stream:
                 for event in events:
                     if event.error is not None:
-                        logger.warning("upstream %s ended a stream: %.500s", server.name, event.error)
-                        error = InferEngineError("engine_unavailable", "The upstream failed on this request.")
-                        raise UpstreamFailed(error, elsewhere=True)
+                        raise self._servers.refusal_in_stream(server, event.error)
                     for choice in event.choices:
                         self._take(sequence, choice)
                         reason = choice.finish_reason or reason

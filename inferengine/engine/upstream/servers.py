@@ -23,7 +23,14 @@ import aiohttp
 import msgspec
 
 from inferengine.config import Config
-from inferengine.engine.upstream.completions import EXTENSIONS, Abilities, CompletionEvent, EventReader, error_of_status
+from inferengine.engine.upstream.completions import (
+    EXTENSIONS,
+    Abilities,
+    CompletionEvent,
+    EventReader,
+    error_of_status,
+    status_of_event,
+)
 from inferengine.errors import ConfigError, InferEngineError
 from inferengine.text.tokenizer import Tokenizer
 
@@ -48,6 +55,10 @@ class UpstreamFailed(Exception):
         self.elsewhere = elsewhere
 
 
+class NoAnswerHere(ValueError):
+    """A server that is up does not answer at this path."""
+
+
 class Server:
     """One upstream."""
 
@@ -55,6 +66,7 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.name = urlsplit(self.url).netloc.rpartition("@")[2]  # for logs and metrics: without a password
         self.is_up = False
+        self.down_reason = ""  # as the log has it
         self.num_in_flight = 0
         self.num_requests = 0
         self.num_failures = 0
@@ -159,23 +171,25 @@ class Servers:
         connection, by which the upstream learns that nobody reads on."""
         server.num_in_flight += 1
         server.num_requests += 1
+        reader = EventReader()
         try:
             answer = await self._send(server, msgspec.json.encode(body))
             try:
                 if answer.status != 200:
                     raise self._refusal(server, answer.status, await answer.content.read(65536))
-                reader = EventReader()
                 async for data in answer.content.iter_any():
                     if events := list(reader.push(data)):
                         yield events
                     if reader.is_done:
                         break
-                if not reader.is_done:
+                if not reader.is_done and not reader.has_reason:
                     raise aiohttp.ClientPayloadError("the stream ended before its end")
                 await answer.read()  # nothing is left: the connection may serve the next request
             finally:
                 answer.close()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if reader.has_reason:  # the whole output was here
+                return
             server.num_failures += 1
             if not isinstance(error, aiohttp.ClientPayloadError | TimeoutError):
                 server.is_up = False  # until it answers again
@@ -215,11 +229,23 @@ class Servers:
         if self._child is not None:
             await asyncio.to_thread(self._child.stop)
 
+    def refusal_in_stream(self, server: Server, error: Any) -> UpstreamFailed:
+        """The failure that an error among a stream's events is: of the request, as where vLLM refuses a grammar after
+        its 200, or of the server, which is a broken stream."""
+        status, body = status_of_event(error), msgspec.json.encode({"error": error})
+        if status < 500:
+            return self._refusal(server, status, body)
+        server.num_failures += 1
+        logger.warning("upstream %s ended a stream: %.500s", server.name, error)
+        refusal = InferEngineError("engine_unavailable", "The upstream failed on this request.")
+        return UpstreamFailed(refusal, elsewhere=True)
+
     def _refusal(self, server: Server, status: int, body: bytes) -> UpstreamFailed:
-        if status >= 500 or status in (401, 403, 404, 429):
+        elsewhere = status >= 500 or status in (401, 403, 404, 429)
+        if elsewhere:
             server.num_failures += 1
             logger.warning("upstream %s answered %d: %s", server.name, status, body[:500].decode("utf-8", "replace"))
-        return UpstreamFailed(error_of_status(status, body), elsewhere=status >= 500 or status in (401, 403, 404, 429))
+        return UpstreamFailed(error_of_status(status, body), elsewhere=elsewhere)
 
     async def _keep_looking(self) -> None:
         while True:
@@ -244,18 +270,26 @@ class Servers:
                 server.abilities = await self._probe(server)
                 logger.info("upstream %s: %s, %s", server.name, server.model, _sentence(server.abilities))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
-            logger.debug("upstream %s is down: %s", server.name, error)
+            reason = f"{type(error).__name__}: {error}"
+            if reason != server.down_reason:  # each new one once
+                logger.warning("upstream %s is down: %s", server.name, reason)
+                server.down_reason = reason
             return
-        server.is_up = True
+        server.is_up, server.down_reason = True, ""
         self._changed.set()
 
     async def _describe(self, server: Server) -> None:
-        """Read which model it serves: that of `upstream.model`, or its first."""
-        document = await self._get(f"{server.url}/v1/models")
-        cards = document["data"]
+        """Read which model it serves: that of `upstream.model`, or its first. A server that has no list is asked for
+        `upstream.model`."""
         wanted = self._config.model
+        try:
+            cards = (await self._get(f"{server.url}/v1/models"))["data"]
+        except NoAnswerHere:
+            if not wanted:
+                raise
+            cards = []
         card = next((each for each in cards if each.get("id") == wanted), None) if wanted else cards[0]
-        if card is None:
+        if card is None and server.model != wanted:
             logger.warning("upstream %s does not list the model %s", server.name, wanted)
         server.model = wanted or str(cards[0]["id"])
         length = card.get("max_model_len") if card is not None else None
@@ -290,6 +324,8 @@ class Servers:
             content = await answer.read()
             if answer.status in (401, 403):
                 raise ConfigError("upstream.api_key_file", f"{urlsplit(url).hostname} refuses the key")
+            if answer.status in (404, 405, 500, 501):
+                raise NoAnswerHere(f"{answer.status}")
             if answer.status != 200:
                 raise ValueError(f"{answer.status}")
             return msgspec.json.decode(content)
