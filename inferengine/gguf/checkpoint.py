@@ -18,6 +18,7 @@ from inferengine.gguf.reader import GgufFile, TensorInfo, mapped, read_gguf, ref
 
 FLOATS = ("F32", "F16", "BF16")
 PACKED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+EXPERTS_ALONE = "MXFP4"  # whose products have kernels for it
 NEAREST_TYPE = {
     "Q2_K": "Q4_K_M", "Q3_K": "Q4_K_M", "IQ": "Q4_K_M", "TQ": "Q4_K_M", "MXFP4": "the model's own checkpoint in MXFP4",
     "Q8_1": "Q8_0", "Q8_K": "Q8_0",
@@ -334,7 +335,7 @@ def config_values(path: Path) -> dict[str, Any]:
     values |= architecture.values(metadata)
     packed = {name: s.info.type for name, s in tensor_sources(path).items() if s.info.type not in FLOATS}
     for name, kind in packed.items():
-        if kind not in PACKED:
+        if kind not in PACKED and not (kind == EXPERTS_ALONE and ".experts." in name):
             near = next((other for start, other in NEAREST_TYPE.items() if kind.startswith(start)), "Q8_0")
             raise refused(
                 path, f"the tensor {name} is stored as {kind}, which is not read", f"the nearest that is: {near}"

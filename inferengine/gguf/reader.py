@@ -48,6 +48,9 @@ TYPES: dict[int, tuple[str, int, int]] = {
 }  # fmt: skip
 
 
+BLOCKS = {name: (weights, num_bytes) for name, weights, num_bytes in TYPES.values()}
+
+
 class TensorInfo(NamedTuple):
     """A tensor of a file: `shape` has the rows first, as in torch; `begin` counts from the start of the file."""
 

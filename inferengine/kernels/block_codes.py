@@ -172,6 +172,11 @@ def stack(parts: Sequence[BlockWeight]) -> BlockWeight:
     return BlockWeight(*(torch.cat(c) if isinstance(c[0], torch.Tensor) else c[0] for c in columns))  # type: ignore[arg-type]
 
 
+def rows_between(weight: BlockWeight, first: int, last: int) -> BlockWeight:
+    """The rows from `first` to `last`, without copying them."""
+    return weight.tensors(lambda plane: plane[first:last])
+
+
 def _planes(parts: Parts) -> BlockWeight:
     rows, columns = parts.codes.shape
     bits, offset, codes, high = parts.bits, parts.offset, parts.codes, None

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from inferengine.kernels.block_codes import BlockWeight
+
 MX_GROUP = 32  # columns that share a scale in MXFP4
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the codes 0 to 7; 8 to 15 are the same, negative
 
@@ -53,6 +55,13 @@ class ExpertCodes(NamedTuple):
     def columns(self) -> int:
         """Return K."""
         return self.codes.shape[1] * (2 if self.codes.dtype == torch.uint8 else 1)
+
+
+class ExpertBlocks(NamedTuple):
+    """A projection of all experts in the block formats of GGUF files: a weight [experts * rows, K] of gates and one of
+    ups, which may be of different formats, or the one of the way back."""
+
+    parts: tuple[BlockWeight, ...]
 
 
 def mxfp4_numbers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -127,7 +127,7 @@ def with_expert_codes(base: Ops) -> Ops:
                     "model.path", f"{source.names[0]}: experts with reordered inputs (desc_act) are not supported"
                 )
             return weight
-        return source.assemble() if isinstance(source, StoredExperts) else source
+        return source if isinstance(source, torch.Tensor | ExpertCodes) else source.assemble()
 
     def pack_experts(gate_up: Any, down: Any, *rest: Any, **options: Any) -> Any:
         made = ready(gate_up), ready(down)

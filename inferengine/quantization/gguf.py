@@ -1,8 +1,8 @@
 """GGUF weights in a model: read from the file into the planes of kernels/block_codes.py, and multiplied from them.
 
-Linear layers, the output head and the token embedding keep the file's formats; the rest becomes ordinary numbers. The
-parts of one Linear may be of several formats (Q4_K_M stores half of the value projections in Q6_K): each run of parts
-of one kind is a product of its own.
+Linear layers, experts (gguf_experts.py), the output head and the token embedding keep the file's formats; the rest
+becomes ordinary numbers. The parts of one Linear may be of several formats (Q4_K_M stores half of the value projections
+in Q6_K): each run of parts of one kind is a product of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,26 +21,20 @@ from torch.nn import functional
 
 from inferengine.errors import ConfigError
 from inferengine.gguf.checkpoint import FLOATS, tensor_sources
-from inferengine.gguf.reader import mapped
+from inferengine.gguf.reader import BLOCKS, mapped
 from inferengine.kernels import block_codes
 from inferengine.kernels.block_codes import FORMATS, BlockWeight, numbers, read_blocks, stack
 from inferengine.kernels.ops import Ops
 from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.linear import Linear
+from inferengine.layers.moe import ExpertLinear, Experts
 from inferengine.layers.parallel import Cut, Span
+from inferengine.quantization.experts import with_expert_codes
+from inferengine.quantization.gguf_experts import StoredRows, bytes_per_weight, random_blocks, stored_experts
 
 METHOD = "gguf"  # quant_method
 NUMBER = re.compile(r"\.(\d+)\.")
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class StoredRows(NamedTuple):
-    """A tensor as the file has it: bytes [N, bytes of a row] of a format, whose rows are reordered within `heads` heads
-    where that is above 0."""
-
-    kind: str
-    raw: torch.Tensor
-    heads: int
 
 
 class GgufShard:
@@ -81,10 +76,8 @@ class GgufShard:
         """Return a tensor that is stored in blocks, as bytes of the mapped file."""
         source = self.sources[name]
         columns = source.info.shape[-1]
-        form = FORMATS[source.info.type]
-        return StoredRows(
-            source.info.type, self._bytes(name).view(-1, columns // form.block * form.num_bytes), source.heads
-        )
+        block, num_bytes = BLOCKS[source.info.type]
+        return StoredRows(source.info.type, self._bytes(name).view(-1, columns // block * num_bytes), source.heads)
 
     def _bytes(self, name: str) -> torch.Tensor:
         source = self.sources[name]
@@ -198,19 +191,7 @@ class StoredBlocks:
             rows, columns = (held, columns) if cut.dim == 0 else (rows, held)
         if self.kinds[index] not in FORMATS:
             return torch.empty(rows, columns, dtype=self.dtype, device=self.device).normal_(0.0, 0.02)
-        form = FORMATS[self.kinds[index]]
-        raw = torch.randint(
-            0, 256, (rows, columns // form.block, form.num_bytes), dtype=torch.uint8, device=self.device
-        )
-        half = torch.tensor([0.05 / form.largest], dtype=torch.float16).view(torch.uint8).to(self.device)
-        for place in form.halves:
-            raw[..., place : place + 2] = half
-        return read_blocks(self.kinds[index], raw.flatten(1))
-
-
-def bytes_per_weight(kind: str, dtype: torch.dtype) -> float:
-    """What a weight costs in the planes of a format, or as an ordinary number."""
-    return FORMATS[kind].num_bytes / FORMATS[kind].block if kind in FORMATS else dtype.itemsize
+        return random_blocks(self.kinds[index], rows, columns, self.device)
 
 
 def _cut_blocks(name: str, raw: torch.Tensor, cut: Cut | None, kind: str) -> torch.Tensor:
@@ -251,8 +232,15 @@ def prepare(
             parameter = target.parameter.replace("{}", number.group(1) if number else "")
             of_parameter.setdefault(parameter, {})[target.part or 0] = (name, kind)
     for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            module.ops = with_expert_codes(module.ops)
         found = of_parameter.get(f"{name}.weight")
         if found is None or module.weight is None:
+            continue
+        if isinstance(module, ExpertLinear):
+            name_of = partial(_name_of, f"{name}.weight", targets, found)
+            module.source = stored_experts(module, found, name_of, device, dtype, random_weights=random_weights)
+            module.weight = None
             continue
         outputs, held = [module.weight.shape[0]], None
         if isinstance(module, Linear):
@@ -264,7 +252,7 @@ def prepare(
         columns: int = module.weight.shape[1] if held is None or held.inputs is None else held.inputs.whole
         is_fused = len(outputs) > 1 and not _is_by_part(f"{name}.weight", targets)
         rows = [sum(outputs)] if is_fused else outputs
-        names = [_name_of(f"{name}.weight", part, targets, found) for part in range(len(rows))]
+        names = [_name_of(f"{name}.weight", targets, found, part) for part in range(len(rows))]
         cuts = [None if held is None else held.cut(part if len(rows) > 1 else None) for part in range(len(rows))]
         part_kinds = [found[part][1] if part in found else "F32" for part in range(len(rows))]
         module.weight = None
@@ -282,7 +270,7 @@ def _is_by_part(parameter: str, targets: Mapping[str, Any]) -> bool:
     return any(target.parameter == template and target.part is not None for target in targets.values())
 
 
-def _name_of(parameter: str, part: int, targets: Mapping[str, Any], found: Mapping[int, tuple[str, str]]) -> str:
+def _name_of(parameter: str, targets: Mapping[str, Any], found: Mapping[int, tuple[str, str]], part: int) -> str:
     if part in found:
         return found[part][0]
     number, template = NUMBER.search(parameter), NUMBER.sub(".{}.", parameter, count=1)

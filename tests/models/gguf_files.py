@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import gguf
 import numpy as np
@@ -26,8 +27,20 @@ def random_blocks(name: str, rows: int, columns: int, *, seed: int) -> np.ndarra
     return raw.reshape(rows, -1)
 
 
+def quantized(values: np.ndarray, kind: str, *, seed: int) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
+    """Values as the bytes of a type; random blocks of the types that the package does not quantize to."""
+    number = gguf.GGMLQuantizationType[kind]
+    if kind in FORMATS and kind.endswith("K"):
+        rows = values.size // values.shape[-1]
+        return random_blocks(kind, rows, values.shape[-1], seed=seed).reshape(*values.shape[:-1], -1), number
+    return gguf.quants.quantize(values.astype(np.float32), number), number
+
+
 def q4_k_m(name: str, shape: tuple[int, ...]) -> str:
-    """As llama.cpp mixes them: the value projection and the head in Q6_K, and for a fifth bit the down projection."""
+    """As llama.cpp mixes them: the value projection and the head in Q6_K, for a fifth bit the down projection; routers
+    are numbers."""
+    if "ffn_gate_inp" in name:
+        return "F32"
     if "attn_v" in name or name == "output.weight":
         return "Q6_K"
     return "Q5_K" if "ffn_down" in name else "Q4_K"
@@ -82,12 +95,9 @@ def write(
         heads = writer_heads(name, config) if permutes else 0
         values = np.ascontiguousarray(_reordered(values, heads)) + (plus_one and name.endswith("norm.weight"))
         kind = "F32" if values.ndim == 1 else kinds(there, values.shape)
-        if kind in FORMATS and kind.endswith("K"):  # the package does not quantize to these
-            raw = random_blocks(kind, *values.shape, seed=number)
-        else:
-            raw = gguf.quants.quantize(values.astype(np.float32), gguf.GGMLQuantizationType[kind])
-        writer.add_tensor(there, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
-        read = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]).reshape(values.shape)
+        raw, raw_type = quantized(values, kind, seed=number)
+        writer.add_tensor(there, raw, raw_dtype=raw_type)
+        read = gguf.quants.dequantize(raw, raw_type).reshape(values.shape)
         read = _put_back(read - (plus_one and name.endswith("norm.weight")), heads)
         stored[name] = torch.from_numpy(np.ascontiguousarray(read.T if transposes else read, dtype=np.float32))
     writer.write_header_to_file()
@@ -107,8 +117,7 @@ def _add_experts(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kinds: 
     read = []
     for part, of_part in parts.items():
         there = f"blk.{layer}.ffn_{part}_exps.weight"
-        kind = gguf.GGMLQuantizationType[kinds(there, of_part.shape)]
-        raw = gguf.quants.quantize(np.ascontiguousarray(of_part), kind)
+        raw, kind = quantized(np.ascontiguousarray(of_part), kinds(there, of_part.shape), seed=crc32(there.encode()))
         writer.add_tensor(there, raw, raw_dtype=kind)
         read.append(gguf.quants.dequantize(raw, kind).reshape(of_part.shape))
     return torch.from_numpy(np.concatenate(read, 1).astype(np.float32))

@@ -22,6 +22,7 @@ from inferengine.executor.torch_executor import build_executor
 from inferengine.gguf.checkpoint import ARCHITECTURES
 from inferengine.gguf.reader import read_gguf
 from inferengine.kernels.block_codes import numbers
+from inferengine.kernels.experts import ExpertBlocks
 from inferengine.kernels.ops import REFERENCE
 from inferengine.layers.parallel import Shard
 from inferengine.models import registry
@@ -62,12 +63,12 @@ def granite(writer: gguf.GGUFWriter) -> None:
 def experts(writer: gguf.GGUFWriter) -> None:
     writer.add_expert_count(4)
     writer.add_expert_used_count(2)
-    writer.add_expert_feed_forward_length(64)
+    writer.add_expert_feed_forward_length(256)
     writer.add_expert_shared_feed_forward_length(96)
 
 
 EXPERTS: dict[str, Any] = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 96,
     "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 
@@ -127,10 +128,10 @@ CASES = {
     "cohere2": Case("cohere2", "Cohere2", {"logit_scale": 0.5, "sliding_window": 16}, q8_0,
                     {"more": lambda writer: (writer.add_layer_norm_eps(1e-5), writer.add_logit_scale(0.5),
                                              writer.add_sliding_window(16))}),
-    "mixtral": Case("llama", "Mixtral", {"num_local_experts": 4, "sliding_window": None}, q8_0,
+    "mixtral": Case("llama", "Mixtral", {"num_local_experts": 4, "sliding_window": None}, q4_k_m,
                     {"permutes": True, "more": experts}),
     "qwen2moe": Case("qwen2moe", "Qwen2Moe", {**EXPERTS, "norm_topk_prob": False}, q8_0, {"more": experts}),
-    "qwen3moe": Case("qwen3moe", "Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 64}, q8_0,
+    "qwen3moe": Case("qwen3moe", "Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 64}, q4_k_m,
                      {"more": experts}),
     "gpt2": Case("gpt2", "GPT2", {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 256}, q4_k_m,
                  {"more": lambda writer: writer.add_layer_norm_eps(1e-5)}),
@@ -193,6 +194,27 @@ def test_each_rank_takes_its_part_of_the_blocks(tmp_path: Path) -> None:
         assert torch.equal(numbers(down.parts[0], 0, 512), expected)
 
 
+def test_each_rank_holds_its_experts_packed(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    case = CASES["qwen3moe"]
+    model = make(case._replace(values={**case.values, "head_dim": 128}), path)
+    (whole, family), state = registry.read_model_config(path), model.state_dict()
+    names, values = family.weight_map(whole), read_json(path / "config.json")
+    for rank in range(2):
+        shard = Shard(rank, 2)
+        with torch.device("meta"):
+            ours = family.build(REFERENCE, shard.divide(whole))
+            divide(ours, whole, shard)
+        quantize(ours, REFERENCE, values, names.targets, scheme="none", device=torch.device("cpu"))
+        load_weights(ours, names, path, dtype=torch.float32, device=torch.device("cpu"))
+        finish(ours)
+        for projection, stored in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+            packed = getattr(ours.layers[0].mlp.packed, projection)
+            assert all(isinstance(expert, ExpertBlocks) for expert in packed)
+            found = torch.stack([torch.cat([numbers(part, 0, 256) for part in expert.parts]) for expert in packed])
+            assert torch.equal(found, state[f"model.layers.0.mlp.experts.{stored}"].chunk(2)[rank])
+
+
 def test_a_block_that_ranks_would_cut_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     make(CASES["llama"], path)
@@ -202,9 +224,10 @@ def test_a_block_that_ranks_would_cut_is_refused_by_name(tmp_path: Path) -> None
     assert "the blocks of 256 weights of model.layers.0.self_attn.o_proj.weight do not divide" in error.value.message
 
 
-def test_the_plan_counts_what_the_file_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+def test_the_plan_counts_what_the_file_holds(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    make(CASES["llama"], path)
+    make(CASES[name], path)
     stored = sum(info.num_bytes for info in read_gguf(path).tensors.values())
     config, _ = registry.read_model_config(path)
     assert weight_bytes(config, read_json(path / "config.json"), torch.float32) == pytest.approx(stored, rel=1e-3)

@@ -91,6 +91,13 @@ class MemoryPlan(NamedTuple):
         return min(full or [group.num_blocks for group in self.groups] or [0]) * self.cache.block_size
 
 
+class WeightBytes(NamedTuple):
+    """The bytes of a model's parameters, and those of its experts among them."""
+
+    whole: int
+    experts: int
+
+
 def weight_bytes(
     config: DecoderConfig,
     model_type_values: dict[str, object],
@@ -98,6 +105,17 @@ def weight_bytes(
     quantization: str = "none",
     shard: Shard = WHOLE,
 ) -> int:
+    """Count the bytes of all parameters; arguments as of `weight_sizes`."""
+    return weight_sizes(config, model_type_values, dtype, quantization, shard).whole
+
+
+def weight_sizes(
+    config: DecoderConfig,
+    model_type_values: dict[str, object],
+    dtype: torch.dtype,
+    quantization: str = "none",
+    shard: Shard = WHOLE,
+) -> WeightBytes:
     """Count the bytes of all parameters on a model built without memory; shared ones count once. `quantization` is the
     configured scheme; that of a quantized checkpoint is in `model_type_values`, its config.json. `config` is the whole
     model's, of which a rank holds the part `shard`."""
@@ -106,12 +124,12 @@ def weight_bytes(
         divide(model, config, shard)
     layout = layout_of(model_type_values)
     scheme = quantization if layout is None else layout.scheme
-    sources = 0
     if scheme == gguf.METHOD:
         meta, targets = torch.device("meta"), registry.family(model_type_values).weight_map(config).targets
         quantize(model, REFERENCE, model_type_values, targets, scheme="none", device=meta, dtype=dtype)
-        stored = (getattr(module, "source", None) for module in model.modules())
-        sources = sum(source.num_bytes() for source in stored if source is not None)
+    projections = [module for module in model.modules() if isinstance(module, ExpertLinear)]
+    stored = {module: getattr(module, "source", None) for module in model.modules()}
+    sources = {module: source.num_bytes() for module, source in stored.items() if source is not None}
     sizes = {id(parameter): float(parameter.numel() * dtype.itemsize) for parameter in model.parameters()}
     if scheme not in ("none", gguf.METHOD):
         for module in model.modules():
@@ -119,7 +137,8 @@ def weight_bytes(
             if isinstance(module, ExpertLinear) or (isinstance(module, Linear) and not is_mxfp4):
                 assert module.weight is not None  # nothing is packed
                 sizes[id(module.weight)] = module.weight.numel() * bytes_per_weight(scheme, module.in_features)
-    return int(sum(sizes.values())) + sources
+    experts = [sources[each] if each.weight is None else sizes[id(each.weight)] for each in projections]
+    return WeightBytes(int(sum(sizes.values())) + sum(sources.values()), int(sum(experts)))
 
 
 def activation_bytes(config: DecoderConfig, num_tokens: int, num_seqs: int, dtype: torch.dtype) -> int:

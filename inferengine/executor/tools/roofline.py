@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from inferengine.core.step_time import AttentionGroup, ModelWork, Roofline
-from inferengine.executor.memory.plan import weight_bytes
+from inferengine.executor.memory.plan import weight_sizes
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.tools.device_peaks import device_peaks
 from inferengine.kernels.reference.moe import PackedExperts
@@ -18,7 +18,7 @@ from inferengine.layers.moe import Experts
 from inferengine.models.decoder import DecoderModel
 from inferengine.quantization import gguf
 from inferengine.quantization.checkpoints import layout_of
-from inferengine.quantization.schemes import EIGHT_BIT_PRODUCTS, bytes_per_weight
+from inferengine.quantization.schemes import EIGHT_BIT_PRODUCTS
 
 
 def roofline_of(
@@ -31,7 +31,7 @@ def roofline_of(
 ) -> Roofline | None:
     """Compute the roofline of a loaded model, in some 50 ms; None where its device's peaks are unknown. `values` are
     those of config.json, `config` is the whole model's. Of a divided model: what this rank's device does."""
-    num_bytes = weight_bytes(config, values, dtype, settings.quantization, settings.shard)
+    num_bytes, expert_bytes = weight_sizes(config, values, dtype, settings.quantization, settings.shard)
     sent_bytes = sent_bytes_per_token(config, settings.tensor_parallel, dtype)
     if settings.tensor_parallel > 1:
         rows = settings.shard.vocabulary_rows(config)
@@ -50,14 +50,12 @@ def roofline_of(
     scheme = settings.quantization if layout is None else layout.scheme
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     halves = [module for module in linears if _is_half(module)] if scheme == "none" else []
-    is_plain = scheme in ("none", gguf.METHOD)  # of experts
-    each = dtype.itemsize if is_plain else bytes_per_weight(scheme, config.hidden_size)
     plain_table = float(config.vocab_size * config.hidden_size * dtype.itemsize)
     head, embedding = (_packed_bytes(getattr(model, name, None)) for name in ("head", "embed"))
     table_bytes = (embedding or plain_table) + (0.0 if config.tied_embeddings else head or plain_table)
     if any(isinstance(module, Experts) and _has_half_experts(module) for module in model.modules()):
-        num_bytes -= config.num_expert_weights * (dtype.itemsize - 2)
-        each = 2
+        saved = config.num_expert_weights * (dtype.itemsize - 2)
+        num_bytes, expert_bytes = num_bytes - saved, expert_bytes - saved
     work = model_work(
         config,
         weight_bytes=num_bytes - sum(map(_num_weights, halves)) * (dtype.itemsize - 2),
@@ -71,7 +69,7 @@ def roofline_of(
         table_bytes=table_bytes,
         kv_item_bytes=kv_dtype.itemsize,
         product_speed=faster if scheme in EIGHT_BIT_PRODUCTS else 1.0,
-        expert_bytes=config.num_expert_weights * each,
+        expert_bytes=expert_bytes,
     )
     return Roofline(work._replace(sent_bytes_per_token=sent_bytes), peaks)
 

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from inferengine.kernels.experts import ExpertCodes, Gating, Routing, expert_numbers
+from inferengine.kernels.block_codes import multiply, rows_between
+from inferengine.kernels.experts import ExpertBlocks, ExpertCodes, Gating, Routing, expert_numbers
 from inferengine.kernels.reference.ops import gelu_tanh_and_mul, linear, pack_linear, rms_norm, silu_and_mul
 
 
 class PackedExperts(NamedTuple):
     """By expert: the weight of gate and up, gates' rows first, and that of the way back, with their biases. A weight
-    is as `pack_linear` left it, or ExpertCodes that become numbers in each product."""
+    is as `pack_linear` left it, or ExpertCodes or ExpertBlocks, which become numbers in each product."""
 
     gate_up: list[Any]
     down: list[Any]
@@ -27,8 +28,8 @@ class PackedExperts(NamedTuple):
 
 
 def pack_experts(
-    gate_up: torch.Tensor | ExpertCodes,
-    down: torch.Tensor | ExpertCodes,
+    gate_up: torch.Tensor | ExpertCodes | ExpertBlocks,
+    down: torch.Tensor | ExpertCodes | ExpertBlocks,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     num_experts: int,
@@ -123,7 +124,11 @@ def regrouped(rows: Any, num_experts: int, *, interleaved: bool) -> Any:
     return moved.view(rows.dtype)
 
 
-def _by_expert(weight: torch.Tensor | ExpertCodes, num_experts: int) -> list[Any]:
+def _by_expert(weight: torch.Tensor | ExpertCodes | ExpertBlocks, num_experts: int) -> list[Any]:
+    if isinstance(weight, ExpertBlocks):
+        rows = weight.parts[0].shape[0] // num_experts
+        places = [(first, first + rows) for first in range(0, num_experts * rows, rows)]
+        return [ExpertBlocks(tuple(rows_between(part, *place) for part in weight.parts)) for place in places]
     if isinstance(weight, ExpertCodes):
         nothing = [None] * num_experts
         zeros = nothing if weight.zeros is None else weight.zeros.chunk(num_experts)
@@ -135,6 +140,9 @@ def _by_expert(weight: torch.Tensor | ExpertCodes, num_experts: int) -> list[Any
 def _product(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
     if isinstance(weight, ExpertCodes):
         return functional.linear(x, expert_numbers(weight).to(x.dtype), bias)
+    if isinstance(weight, ExpertBlocks):
+        both = torch.cat([multiply(x, part) for part in weight.parts], 1)
+        return both if bias is None else both.add_(bias)
     return linear(x, weight, bias)
 
 

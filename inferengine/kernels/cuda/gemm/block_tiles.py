@@ -55,7 +55,7 @@ def block_product(
     splits = scratch.splits(wanted, tiles, tuned.block_m * tuned.block_n) if wanted > 1 else 1
     _product_kernel[(tiles, splits)](
         x,
-        *_planes(weight),
+        *planes_of(weight),
         x if bias is None else bias,
         out,
         scratch.partial,
@@ -90,7 +90,15 @@ def to_numbers(weight: BlockWeight, dtype: torch.dtype, out: torch.Tensor | None
     out = torch.empty(width, columns, dtype=dtype, device=weight.low.device) if out is None else out
     step, rows = SUPERBLOCK if columns % SUPERBLOCK == 0 else GROUP, 32
     _numbers_kernel[(triton.cdiv(width, rows), columns // step)](
-        *_planes(weight), weight.low, out, N=width, K=columns, STEP=step, ROWS=rows, **_constants(weight), GATHER=False
+        *planes_of(weight),
+        weight.low,
+        out,
+        N=width,
+        K=columns,
+        STEP=step,
+        ROWS=rows,
+        **constants_of(weight),
+        GATHER=False,
     )
     return out
 
@@ -101,18 +109,18 @@ def gather(weight: BlockWeight, ids: torch.Tensor, dtype: torch.dtype) -> torch.
     out = torch.empty(len(ids), columns, dtype=dtype, device=weight.low.device)
     step = SUPERBLOCK if columns % SUPERBLOCK == 0 else GROUP
     _numbers_kernel[(len(ids), columns // step)](
-        *_planes(weight), ids, out, N=width, K=columns, STEP=step, ROWS=1, **_constants(weight), GATHER=True
+        *planes_of(weight), ids, out, N=width, K=columns, STEP=step, ROWS=1, **constants_of(weight), GATHER=True
     )
     return out
 
 
-def _planes(weight: BlockWeight) -> tuple[torch.Tensor, ...]:
+def planes_of(weight: BlockWeight) -> tuple[torch.Tensor, ...]:
     """The planes; the low one in place of those that are missing."""
     named = (weight.low, weight.high, weight.scales, weight.mins, weight.sub_scales, weight.sub_mins)
     return tuple(weight.low if plane is None else plane for plane in named)
 
 
-def _constants(weight: BlockWeight) -> dict[str, int | bool]:
+def constants_of(weight: BlockWeight) -> dict[str, int | bool]:
     return {
         "BITS": weight.bits,
         "WIDE": weight.group == GROUP,
@@ -189,6 +197,64 @@ def _accumulate(acc, weight, x_at, row_mask, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def multiply_step(
+    acc,
+    x_at,
+    mask,
+    low_ptr,
+    high_ptr,
+    scale_ptr,
+    min_ptr,
+    sub_scale_ptr,
+    sub_min_ptr,
+    row,
+    start,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STEP: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SUBS: tl.constexpr,
+    MINS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Add the products of STEP columns from `start` to acc [ROWS, BLOCK_M], where BLOCK_M is 1 to acc [ROWS, 32]. `row`
+    [ROWS] are rows of the N of the weight, `x_at` points to the first 32 columns of x, of which `mask` are there."""
+    k = tl.arange(0, 32)
+    first = start // 32
+    if BITS == 8:
+        for part in tl.static_range(STEP // 32):
+            codes = tl.load(low_ptr + row[:, None] * K + (start + 32 * part + k)[None, :]).to(tl.int32)
+            codes = (codes & 0xFF) ^ 0x80
+            weight = _group_numbers(
+                codes, scale_ptr, min_ptr, sub_scale_ptr, sub_min_ptr, row, first + part, N, WIDE, 128, SUBS, MINS
+            )
+            acc = _accumulate(acc, weight, x_at + start + 32 * part, mask, BLOCK_M)
+    else:
+        low_at = low_ptr + row[:, None] * (K // 2) + start // 2 + k[None, :]
+        high_at = high_ptr + row[:, None] * (K * (BITS - 4) // 8) + start * (BITS - 4) // 8 + k[None, :]
+        high = 0
+        if BITS == 5:
+            high = tl.load(high_at)
+        for part in tl.static_range(4):
+            low = tl.load(low_at + 32 * part)
+            if BITS == 6:
+                high = tl.load(high_at + 32 * (part % 2))
+            weight = _group_numbers(
+                _codes_of(low, high, BITS, part),
+                scale_ptr, min_ptr, sub_scale_ptr, sub_min_ptr, row, first + part, N, WIDE, OFFSET, SUBS, MINS,
+            )  # fmt: skip
+            acc = _accumulate(acc, weight, x_at + start + 32 * part, mask, BLOCK_M)
+            weight = _group_numbers(
+                _codes_of(low, high, BITS, part + 4),
+                scale_ptr, min_ptr, sub_scale_ptr, sub_min_ptr, row, first + part + 4, N, WIDE, OFFSET, SUBS, MINS,
+            )  # fmt: skip
+            acc = _accumulate(acc, weight, x_at + start + 32 * part + 128, mask, BLOCK_M)
+    return acc
+
+
+@triton.jit
 def _product_kernel(
     x_ptr,
     low_ptr,
@@ -221,7 +287,6 @@ def _product_kernel(
     PDL: tl.constexpr,
 ):
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    GROUPS: tl.constexpr = STEP // 32
     tile_id = tl.program_id(0)
     m_tile = tile_id // N_TILES
     n_tile = tile_id % N_TILES
@@ -242,35 +307,10 @@ def _product_kernel(
     mask = row_mask[None, :]
     begin = split * CHUNK
     for start in range(begin, min(begin + CHUNK, K), STEP):
-        first = start // 32
-        if BITS == 8:
-            for part in tl.static_range(GROUPS):
-                codes = tl.load(low_ptr + row[:, None] * K + (start + 32 * part + k)[None, :]).to(tl.int32)
-                codes = (codes & 0xFF) ^ 0x80
-                weight = _group_numbers(
-                    codes, scale_ptr, min_ptr, sub_scale_ptr, sub_min_ptr, row, first + part, N, WIDE, 128, SUBS, MINS
-                )
-                acc = _accumulate(acc, weight, x_at + start + 32 * part, mask, BLOCK_M)
-        else:
-            low_at = low_ptr + row[:, None] * (K // 2) + start // 2 + k[None, :]
-            high_at = high_ptr + row[:, None] * (K * (BITS - 4) // 8) + start * (BITS - 4) // 8 + k[None, :]
-            high = 0
-            if BITS == 5:
-                high = tl.load(high_at)
-            for part in tl.static_range(4):
-                low = tl.load(low_at + 32 * part)
-                if BITS == 6:
-                    high = tl.load(high_at + 32 * (part % 2))
-                weight = _group_numbers(
-                    _codes_of(low, high, BITS, part),
-                    scale_ptr, min_ptr, sub_scale_ptr, sub_min_ptr, row, first + part, N, WIDE, OFFSET, SUBS, MINS,
-                )  # fmt: skip
-                acc = _accumulate(acc, weight, x_at + start + 32 * part, mask, BLOCK_M)
-                weight = _group_numbers(
-                    _codes_of(low, high, BITS, part + 4),
-                    scale_ptr, min_ptr, sub_scale_ptr, sub_min_ptr, row, first + part + 4, N, WIDE, OFFSET, SUBS, MINS,
-                )  # fmt: skip
-                acc = _accumulate(acc, weight, x_at + start + 32 * part + 128, mask, BLOCK_M)
+        acc = multiply_step(
+            acc, x_at, mask, low_ptr, high_ptr, scale_ptr, min_ptr, sub_scale_ptr, sub_min_ptr, row, start,
+            N, K, STEP, BITS, WIDE, OFFSET, SUBS, MINS, BLOCK_M,
+        )  # fmt: skip
     if BLOCK_M == 1:
         acc = tl.sum(acc, axis=1)[:, None]
     if SPLITS > 1:

@@ -90,6 +90,15 @@ _MXFP4 = Rules(
         MoeRule(MANY, GroupedConfig(128, 128, 128, 8, 3, True), GroupedConfig(128, 128, 128, 4, 3, True)),
     ),
 )
+# Of GGUF files; not measured on a card. The tiles are those of dispatch.py's rules for dense products of these formats.
+_BLOCKS = Rules(
+    (MoeRule(32, PairConfig(16, 32, 4), PairConfig(16, 32, 4)),),
+    (
+        MoeRule(12, GroupedConfig(16, 64, 32, 4, 2), GroupedConfig(16, 64, 32, 4, 2)),
+        MoeRule(24, GroupedConfig(32, 64, 32, 4, 2), GroupedConfig(32, 64, 32, 4, 2)),
+        MoeRule(MANY, GroupedConfig(64, 128, 32, 8, 2), GroupedConfig(64, 128, 32, 8, 2)),
+    ),
+)
 _FP32 = Rules(
     (MoeRule(64, PairConfig(4, 512, 4), PairConfig(8, 512, 4)),),
     (MoeRule(24, GroupedConfig(16, 64, 32, 4, 3), GroupedConfig(16, 64, 32, 4, 3)),
@@ -97,13 +106,16 @@ _FP32 = Rules(
 )  # fmt: skip
 _EXACT = GroupedConfig(64, 64, 64, 4, 4)
 _MX_EXACT = GroupedConfig(64, 64, 128, 4, 3)
+_BLOCKS_EXACT = GroupedConfig(16, 64, 32, 4, 2)
 _FP32_EXACT = GroupedConfig(64, 64, 32, 4, 3)
 
-RULES = {"numbers": _NUMBERS, "fp8": _FP8, "mxfp4": _MXFP4, "fp32": _FP32}
+RULES = {"numbers": _NUMBERS, "fp8": _FP8, "mxfp4": _MXFP4, "blocks": _BLOCKS, "fp32": _FP32}
 EXACT = {
     name: Rules((), (MoeRule(MANY, config, config),))
-    for name, config in (("numbers", _EXACT), ("fp8", _EXACT), ("mxfp4", _MX_EXACT), ("fp32", _FP32_EXACT))
-}
+    for name, config in (
+        ("numbers", _EXACT), ("fp8", _EXACT), ("mxfp4", _MX_EXACT), ("blocks", _BLOCKS_EXACT), ("fp32", _FP32_EXACT)
+    )
+}  # fmt: skip
 
 
 def token_classes(num_experts: int, num_chosen: int) -> tuple[int, ...]:

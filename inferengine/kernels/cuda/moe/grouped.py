@@ -127,6 +127,17 @@ def most_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
 
 
 @triton.jit
+def expert_of(block, starts_ptr, num_pairs, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of a block of pairs, EXPERTS where there is none, and how many blocks those before it have."""
+    e = tl.arange(0, BLOCK_E)
+    begins = tl.load(starts_ptr + e, mask=e < EXPERTS, other=num_pairs)
+    ends = tl.load(starts_ptr + e + 1, mask=e < EXPERTS, other=num_pairs)
+    past = tl.cumsum((ends - begins + BLOCK_M - 1) // BLOCK_M, axis=0)
+    expert = tl.sum((past <= block).to(tl.int32), axis=0)
+    return expert, tl.max(tl.where(past <= block, past, 0), axis=0)
+
+
+@triton.jit
 def _multiplied(x, weight, acc, WEIGHT_LEFT: tl.constexpr):
     if WEIGHT_LEFT:
         return tl.dot(weight, x, acc, input_precision="ieee")
@@ -197,14 +208,9 @@ def _grouped_kernel(
         pair = place
         valid = m == 0
     else:
-        e = tl.arange(0, BLOCK_E)
-        begins = tl.load(starts_ptr + e, mask=e < EXPERTS, other=num_pairs)
-        ends = tl.load(starts_ptr + e + 1, mask=e < EXPERTS, other=num_pairs)
-        past = tl.cumsum((ends - begins + BLOCK_M - 1) // BLOCK_M, axis=0)
-        expert = tl.sum((past <= block).to(tl.int32), axis=0)
+        expert, before = expert_of(block, starts_ptr, num_pairs, EXPERTS, BLOCK_E, BLOCK_M)
         if expert >= EXPERTS:
             return
-        before = tl.max(tl.where(past <= block, past, 0), axis=0)
         begin = tl.load(starts_ptr + expert) + (block - before) * BLOCK_M
         end = tl.load(starts_ptr + expert + 1)
         place = begin + m

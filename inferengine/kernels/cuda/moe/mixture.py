@@ -3,12 +3,13 @@ be captured in a CUDA graph: what the host decides depends on shapes alone."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from inferengine.errors import ConfigError
+from inferengine.kernels.cuda.moe.blocks import BlockMatrix, block_matrix, multiply_blocks
 from inferengine.kernels.cuda.moe.combine import add_weighted
 from inferengine.kernels.cuda.moe.configurations import SINGLE, PairConfig, configurations
 from inferengine.kernels.cuda.moe.grouped import (
@@ -25,7 +26,7 @@ from inferengine.kernels.cuda.moe.grouped import (
 )
 from inferengine.kernels.cuda.moe.pairs import multiply_pairs, reads
 from inferengine.kernels.cuda.moe.routing import choose_experts, group_pairs
-from inferengine.kernels.experts import ExpertCodes, Gating, Routing
+from inferengine.kernels.experts import ExpertBlocks, ExpertCodes, Gating, Routing
 from inferengine.kernels.reference.moe import regrouped
 
 LARGEST_EXPONENT = 128  # of MXFP4's scales
@@ -34,16 +35,16 @@ OPERANDS = {NUMBERS: "numbers", FP8: "fp8", FP8_GROUPS: "fp8", INT8: "fp8", MXFP
 
 
 class CudaExperts(NamedTuple):
-    """All experts of a layer, as the kernels read them; rows of gate and up in turn."""
+    """All experts of a layer, as the kernels read them; rows of gate and up in turn, in block formats apart."""
 
-    gate_up: ExpertMatrix
-    down: ExpertMatrix
+    gate_up: ExpertMatrix | BlockMatrix
+    down: ExpertMatrix | BlockMatrix
     gating: Gating
 
 
 def pack_experts(
-    gate_up: torch.Tensor | ExpertCodes,
-    down: torch.Tensor | ExpertCodes,
+    gate_up: torch.Tensor | ExpertCodes | ExpertBlocks,
+    down: torch.Tensor | ExpertCodes | ExpertBlocks,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     num_experts: int,
@@ -53,7 +54,7 @@ def pack_experts(
 ) -> CudaExperts:
     """Put the experts' weights into the kernels' layout; arguments as in kernels/reference/moe.py."""
     shared = gate_up.shared_rows if isinstance(gate_up, ExpertCodes) else 1
-    if not interleaved:
+    if not interleaved and not isinstance(gate_up, ExpertBlocks):
         gate_up = regrouped(gate_up, num_experts, interleaved=True)
         gate_up_bias = regrouped(gate_up_bias, num_experts, interleaved=True)
         shared *= 2  # as many rows of gate and of up
@@ -63,9 +64,14 @@ def pack_experts(
 
 
 def matrix(
-    weight: torch.Tensor | ExpertCodes, bias: torch.Tensor | None, num_experts: int, shared_rows: int | None
-) -> ExpertMatrix:
+    weight: torch.Tensor | ExpertCodes | ExpertBlocks,
+    bias: torch.Tensor | None,
+    num_experts: int,
+    shared_rows: int | None,
+) -> ExpertMatrix | BlockMatrix:
     """One projection [experts * rows, columns] in the kernels' layout."""
+    if isinstance(weight, ExpertBlocks):
+        return block_matrix(weight, bias, num_experts)
     if not isinstance(weight, ExpertCodes):
         rows, columns = len(weight) // num_experts, weight.shape[1]
         return ExpertMatrix(NUMBERS, weight.contiguous(), None, bias, num_experts, rows, columns)
@@ -189,18 +195,22 @@ class MoeKernels:
         return _product(hidden, down, pairs, rule.down, None), weights
 
 
-def operands_of(dtype: torch.dtype, weight: ExpertMatrix) -> str:
+def operands_of(dtype: torch.dtype, weight: ExpertMatrix | BlockMatrix) -> str:
     """Return the key of configurations.RULES for inputs of `dtype` and a weight."""
     if dtype == torch.float32:
         return "fp32"
+    if isinstance(weight, BlockMatrix):
+        return "blocks"
     return OPERANDS[weight.kind]
 
 
 def _product(
-    x: torch.Tensor, weight: ExpertMatrix, pairs: Pairs, config: object, gating: Gating | None
+    x: torch.Tensor, weight: ExpertMatrix | BlockMatrix, pairs: Pairs, config: Any, gating: Gating | None
 ) -> torch.Tensor:
+    if isinstance(weight, BlockMatrix):
+        return multiply_blocks(x, weight, pairs, config, gating=gating)
     if not isinstance(config, PairConfig):
-        return multiply(x, weight, pairs, config, gating=gating)  # type: ignore[arg-type]
+        return multiply(x, weight, pairs, config, gating=gating)
     if reads(weight, config):
         return multiply_pairs(x, weight, pairs.ids, config, gating=gating, is_part=pairs.is_part)
     return multiply(x, weight, pairs, SINGLE, gating=gating)
