@@ -57,6 +57,8 @@ class Architecture(NamedTuple):
     outside: Mapping[str, str] = MappingProxyType({})  # names of tensors outside of layers
     prefix: str = "model.layers."
     transposed: tuple[str, ...] = ()  # layers whose weights the checkpoint stores as [in, out]
+    rope: Mapping[str, Any] = MappingProxyType({})  # of YaRN, which llama.cpp's metadata does not say
+    ends: tuple[str, ...] = ()  # tokens that end an answer, beside those that the metadata names
 
 
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -95,6 +97,7 @@ MIXTRAL = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+PLAIN = ("attn_sinks",)  # parameters that a checkpoint names without "weight"
 BUFFERS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read for config.json
 
 
@@ -209,6 +212,16 @@ def _qwen2_moe(metadata: Metadata) -> dict[str, Any]:
     return {**_moe(metadata), "shared_expert_intermediate_size": shared, "norm_topk_prob": False}
 
 
+def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "num_local_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "sliding_window": metadata.integer("attention.sliding_window", 128),
+        "interleaved_experts": False,
+    }
+
+
 def _window(metadata: Metadata) -> dict[str, Any]:
     """Phi-3's and StarCoder's window, where a file names one that is shorter than the context."""
     window = metadata.integer("attention.sliding_window", 0)
@@ -263,6 +276,14 @@ ARCHITECTURES = {
         layer={
             "attn_q_norm": "self_attn.q_layernorm.norms.{}", "attn_k_norm": "self_attn.k_layernorm.norms.{}"
         },
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM", "gpt_oss", values=_gpt_oss, rope={"truncate": False},
+        layer={
+            "post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        ends=("<|return|>", "<|call|>", "<|endoftext|>"),
     ),
     "gpt2": Architecture(
         "GPT2LMHeadModel", "gpt2", eps="layer_norm_epsilon", prefix="h.",
@@ -372,8 +393,12 @@ def _rope(metadata: Metadata, architecture: Architecture, head_dim: int) -> dict
     elif kind == "linear":
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
-        rope |= {"rope_type": "yarn", "factor": factor}
-        rope |= _some(original_max_position_embeddings=original or None)
+        rope |= {"rope_type": "yarn", "factor": factor, **architecture.rope}
+        rope |= _some(
+            original_max_position_embeddings=original or None,
+            beta_fast=metadata.number("rope.scaling.yarn_beta_fast"),
+            beta_slow=metadata.number("rope.scaling.yarn_beta_slow"),
+        )
     elif kind not in (None, "none"):
         raise refused(metadata.file.path, f"rope.scaling.type = {kind} is not supported; none, linear and yarn are")
     if architecture.model_type == "gemma3_text":  # whose sliding layers turn in a way of their own
@@ -395,8 +420,11 @@ def _floats(file: GgufFile, name: str) -> list[float]:
 
 
 def eos_token_ids(file: GgufFile) -> list[int]:
-    """Return the ids that end an answer: of a text, of a turn and of a message."""
+    """Return the ids that end an answer: of a text, of a turn, of a message, and those that the architecture knows."""
     found = [file.value(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
+    ends = architecture_of(file).ends
+    if ends and (tokens := file.value("tokenizer.ggml.tokens", list)):
+        found += [tokens.index(token) for token in ends if token in tokens]
     return list(dict.fromkeys(each for each in found if each is not None))
 
 
@@ -426,7 +454,7 @@ def _sources(file: GgufFile) -> Iterator[tuple[str, Source]]:
             continue
         stem, _, kind = name.rpartition(".")
         number = ""
-        if stem.startswith("blk."):
+        if stem.startswith("blk.") and stem.count(".") > 1:
             _, number, stem = stem.split(".", 2)
         place = (layer if number else outside).get(stem)
         if place is None or kind not in ("weight", "bias"):
@@ -437,6 +465,9 @@ def _sources(file: GgufFile) -> Iterator[tuple[str, Source]]:
         if "{}" in place:
             for index in range(info.shape[0]):
                 yield f"{place.format(index)}.{kind}", Source(info, index)
+            continue
+        if stem in PLAIN:
+            yield f"{architecture.prefix}{number}.{layer[stem]}", Source(info)
             continue
         transpose = stem in architecture.transposed and kind == "weight"
         yield f"{place}.{kind}", Source(info, None, reordered.get(stem, 0), transpose)

@@ -132,7 +132,9 @@ def moe_targets(
     }
     for expert in range(config.num_experts):
         for name, (place, part, count) in zip(parts, EXPERT_PARTS.values(), strict=True):
-            targets[f"{here}.experts.{expert}.{name}.weight"] = Target(f"{there}.{place}.weight", count * expert + part)
+            for kind in ("weight", "bias") if config.bias else ("weight",):
+                target = Target(f"{there}.{place}.{kind}", count * expert + part)
+                targets[f"{here}.experts.{expert}.{name}.{kind}"] = target
     targets |= {
         f"{here}.experts.gate_up_proj": Target(f"{there}.gate_up.weight", stacked=True),
         f"{here}.experts.down_proj": Target(f"{there}.down.weight", stacked=True),

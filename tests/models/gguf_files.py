@@ -46,6 +46,11 @@ def q4_k_m(name: str, shape: tuple[int, ...]) -> str:
     return "Q5_K" if "ffn_down" in name else "Q4_K"
 
 
+def mxfp4(name: str, shape: tuple[int, ...]) -> str:
+    """As GPT-OSS is published: experts in MXFP4, the rest in Q8_0."""
+    return "MXFP4" if "exps" in name else "F32" if "ffn_gate_inp" in name else "Q8_0"
+
+
 def q8_0(name: str, shape: tuple[int, ...]) -> str:
     """Q8_0, and F16 where rows are no multiple of its blocks."""
     return "Q8_0" if shape[-1] % 32 == 0 else "F16"
@@ -86,9 +91,10 @@ def write(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if ".experts." in name:
-            stored[name] = _add_experts(writer, name, tensor.float().numpy(), kinds)
+            stored[name] = _add_experts(writer, name, tensor.float().numpy(), kinds, in_turn=architecture == "gpt-oss")
             continue
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        there += ".weight" if name.endswith("sinks") else ""
         values = tensor.float().numpy()
         transposes = architecture == "gpt2" and values.ndim == 2 and not name.startswith(("transformer.w", "lm_head"))
         values = values.T if transposes else values
@@ -109,18 +115,25 @@ def write(
     return model
 
 
-def _add_experts(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kinds: Kinds) -> torch.Tensor:
-    """Write the experts of a layer, gate and up apart, and return what the file holds of them."""
-    layer, parts = name.split(".")[2], {"down": values}
-    if name.endswith("gate_up_proj"):
-        parts = dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
-    read = []
+def _add_experts(
+    writer: gguf.GGUFWriter, name: str, values: np.ndarray, kinds: Kinds, *, in_turn: bool
+) -> torch.Tensor:
+    """Write the experts of a layer, gate and up apart, and return what the file holds of them. `in_turn`: the model has
+    gate and up in turn, and matrices as [in, out]."""
+    layer, turned = name.split(".")[2], in_turn and values.ndim == 3
+    rows = values.swapaxes(1, 2) if turned else values
+    parts, read = {"down": rows}, []
+    if "gate_up" in name:
+        both = (rows[:, ::2], rows[:, 1::2]) if in_turn else np.split(rows, 2, axis=1)
+        parts = dict(zip(("gate", "up"), both, strict=True))
     for part, of_part in parts.items():
-        there = f"blk.{layer}.ffn_{part}_exps.weight"
-        raw, kind = quantized(np.ascontiguousarray(of_part), kinds(there, of_part.shape), seed=crc32(there.encode()))
+        there = f"blk.{layer}.ffn_{part}_exps.{'bias' if name.endswith('bias') else 'weight'}"
+        kind_name = "F32" if values.ndim == 2 else kinds(there, of_part.shape)
+        raw, kind = quantized(np.ascontiguousarray(of_part), kind_name, seed=crc32(there.encode()))
         writer.add_tensor(there, raw, raw_dtype=kind)
         read.append(gguf.quants.dequantize(raw, kind).reshape(of_part.shape))
-    return torch.from_numpy(np.concatenate(read, 1).astype(np.float32))
+    joined = np.stack(read, 2).reshape(rows.shape) if in_turn and len(read) == 2 else np.concatenate(read, 1)
+    return torch.from_numpy(np.ascontiguousarray(joined.swapaxes(1, 2) if turned else joined, dtype=np.float32))
 
 
 def writer_heads(name: str, config: Any) -> int:

@@ -19,7 +19,7 @@ from inferengine.executor.memory.plan import weight_bytes
 from inferengine.executor.settings import executor_settings
 from inferengine.executor.tools.compare_hf import Probe
 from inferengine.executor.torch_executor import build_executor
-from inferengine.gguf.checkpoint import ARCHITECTURES
+from inferengine.gguf.checkpoint import ARCHITECTURES, eos_token_ids
 from inferengine.gguf.reader import read_gguf
 from inferengine.kernels.block_codes import numbers
 from inferengine.kernels.experts import ExpertBlocks
@@ -31,7 +31,9 @@ from inferengine.models.parallel import divide
 from inferengine.models.weights import finish, load_weights
 from inferengine.quantization.apply import quantize
 from tests.gguf.test_tokenizer import add_tokenizer, byte_level
-from tests.models.gguf_files import Kinds, q4_k_m, q8_0, write
+from tests.models.checkpoints import model_of
+from tests.models.gguf_files import Kinds, mxfp4, q4_k_m, q8_0, write
+from tests.quantization.test_experts import GPT_OSS, write_mxfp4
 
 SHAPES: dict[str, Any] = {
     "vocab_size": 301, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -65,6 +67,14 @@ def experts(writer: gguf.GGUFWriter) -> None:
     writer.add_expert_used_count(2)
     writer.add_expert_feed_forward_length(256)
     writer.add_expert_shared_feed_forward_length(96)
+
+
+def gpt_oss(writer: gguf.GGUFWriter) -> None:
+    experts(writer)
+    writer.add_sliding_window(12)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(64)
 
 
 EXPERTS: dict[str, Any] = {
@@ -133,6 +143,12 @@ CASES = {
     "qwen2moe": Case("qwen2moe", "Qwen2Moe", {**EXPERTS, "norm_topk_prob": False}, q8_0, {"more": experts}),
     "qwen3moe": Case("qwen3moe", "Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 64}, q4_k_m,
                      {"more": experts}),
+    "gpt-oss": Case("gpt-oss", "GptOss", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256, "head_dim": 64,
+        "sliding_window": 12, "tie_word_embeddings": False, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
+        mxfp4, {"more": gpt_oss}),
     "gpt2": Case("gpt2", "GPT2", {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 256}, q4_k_m,
                  {"more": lambda writer: writer.add_layer_norm_eps(1e-5)}),
 }  # fmt: skip
@@ -147,8 +163,8 @@ def make(case: Case, path: Path) -> Any:
     config = config_class(**{**shapes, **case.values})
     config._attn_implementation = "eager"
     model = getattr(transformers, head)(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases that are not what they begin as
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("bias"):  # norms and biases that are not what they begin as
             parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
     return write(model, case.architecture, path, case.kinds, **case.written)
 
@@ -171,6 +187,46 @@ def test_logits_are_transformers_of_the_dequantized_weights(name: str, tmp_path:
     executor.close()
     assert (ours - theirs).abs().max() < 1e-4
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def test_gpt_oss_computes_what_its_safetensors_compute(tmp_path: Path) -> None:
+    """The same codes in MXFP4 and the same numbers, as the file has them and as they are published."""
+    config = GPT_OSS.config, {**GPT_OSS.values, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+    model = write_mxfp4(model_of(*config), tmp_path)
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_expert_count(model.config.num_local_experts)
+        writer.add_expert_used_count(model.config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(model.config.intermediate_size)
+        writer.add_sliding_window(model.config.sliding_window)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(16)
+
+    def kinds(name: str, shape: tuple[int, ...]) -> str:
+        return "MXFP4" if "exps" in name else "F32"
+
+    write(model, "gpt-oss", tmp_path / "model.gguf", kinds, more=more)
+    ids, found = torch.randint(0, model.config.vocab_size, (50,)).tolist(), []
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        values = Config().with_values(model={"path": str(path)}, engine={"device": "cpu"}, cache={"num_blocks": 16})
+        executor = build_executor(values)
+        executor.load(lambda phase, share: None)
+        found.append(Probe(executor).logits(ids))
+        executor.close()
+    assert (found[0] - found[1]).abs().max() < 1e-6
+
+
+def test_an_answer_of_gpt_oss_ends_at_a_call_too(tmp_path: Path) -> None:
+    def more(writer: gguf.GGUFWriter) -> None:
+        gpt_oss(writer)
+        names = {290: "<|return|>", 291: "<|call|>", 292: "<|end|>"}
+        writer.add_token_list([names.get(number, f"t{number}") for number in range(301)])
+        writer.add_eos_token_id(290)
+
+    path = tmp_path / "model.gguf"
+    make(CASES["gpt-oss"]._replace(written={"more": more}), path)
+    assert eos_token_ids(read_gguf(path)) == [290, 291]
 
 
 def test_each_rank_takes_its_part_of_the_blocks(tmp_path: Path) -> None:
@@ -224,7 +280,7 @@ def test_a_block_that_ranks_would_cut_is_refused_by_name(tmp_path: Path) -> None
     assert "the blocks of 256 weights of model.layers.0.self_attn.o_proj.weight do not divide" in error.value.message
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "gpt-oss"])
 def test_the_plan_counts_what_the_file_holds(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     make(CASES[name], path)

@@ -8,7 +8,7 @@ import dataclasses
 from inferengine.kernels.experts import Gating
 from inferengine.layers.decoder_config import DecoderConfig, MoeConfig
 from inferengine.models import llama
-from inferengine.models.decoder import Target, WeightMap
+from inferengine.models.decoder import Target, WeightMap, moe_targets
 from inferengine.models.families.qwen2_moe import EXPERTS
 from inferengine.models.hf_config import ConfigReader, read_windows
 
@@ -33,7 +33,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         intermediate_size=shared.intermediate_size,
         router_bias=True,
         bias=True,
-        interleaved=True,
+        interleaved=config.flag("interleaved_experts", True),  # false of GGUF files (gguf/checkpoint.py)
         gating=Gating("swiglu_clamped", config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)),
     )
     config.skip_training_of_experts()
@@ -41,14 +41,15 @@ def read_config(config: ConfigReader) -> DecoderConfig:
 
 
 def weight_map(config: DecoderConfig) -> WeightMap:
-    """Say where each tensor of a checkpoint goes: experts in MXFP4, or as numbers."""
+    """Say where each tensor of a checkpoint goes: experts in MXFP4 or as numbers, in a tensor for all with gate and up
+    in turn, or one for each projection of each."""
     names = llama.decoder_weight_map()
     here, there = "model.layers.{}", "layers.{}"
-    targets = {
-        f"{here}.self_attn.sinks": Target(f"{there}.attention.sinks"),
-        f"{here}.mlp.router.weight": Target(f"{there}.mlp.router.weight"),
-        f"{here}.mlp.router.bias": Target(f"{there}.mlp.router.bias"),
-    }
+    targets = {f"{here}.self_attn.sinks": Target(f"{there}.attention.sinks")}
+    if config.moe is not None and not config.moe.interleaved:
+        targets |= moe_targets(f"{here}.mlp", config.moe, router="router")
+        return names._replace(targets=names.targets | targets)
+    targets |= {f"{here}.mlp.router.{kind}": Target(f"{there}.mlp.router.{kind}") for kind in ("weight", "bias")}
     for stored, place in (("gate_up_proj", "gate_up"), ("down_proj", "down")):
         experts = f"{here}.mlp.experts.{stored}"
         targets[experts] = Target(f"{there}.mlp.{place}.weight", transpose=True, stacked=True)
