@@ -165,7 +165,9 @@ class Choice:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(USAGE_WAIT_S):
                 async for delta in self._stream:
-                    self.finish = delta.finish
+                    if delta.finish is not None:  # an error has no usage
+                        self.finish = delta.finish if delta.finish.reason != "error" else None
+                        return
 
     @property
     def is_plain(self) -> bool:

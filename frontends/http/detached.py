@@ -121,13 +121,14 @@ class LoggedStream:
         self._cursor = cursor
         self._view: LogView | None = None
         self._reader: asyncio.Task[Any] | None = None
+        self._is_abandoned = False  # and has given its end
 
     def __aiter__(self) -> LoggedStream:
         return self
 
     async def __anext__(self) -> Delta:
         if (error := self._submission.abandoned) is not None:
-            return _ended(error)
+            return self._end(error)
         if self._view is None:
             await self._submission.accepted()
             self._view = self._submission.log.choices[self._choice].view(self._cursor)
@@ -138,9 +139,16 @@ class LoggedStream:
             error = self._submission.abandoned
             if error is None or self._reader is None or self._reader.uncancel() > 0:
                 raise
-            return _ended(error)
+            return self._end(error)
         finally:
             self._reader = None
+
+    def _end(self, error: InferEngineError) -> Delta:
+        """The end of an abandoned submission, once: a reader that goes on would never let the event loop turn."""
+        if self._is_abandoned:
+            raise StopAsyncIteration
+        self._is_abandoned = True
+        return Delta([], "", None, Finish("error", [error.code, error.message], 0, 0, 0, 0.0, 0.0, 0.0))
 
     def interrupt(self) -> None:
         """Wake a reader that waits: its submission was abandoned."""
@@ -209,10 +217,6 @@ class LoggedSubmission:
 
 def _mark(num_tokens: int, ended: bool) -> bytes:
     return b"%de" % num_tokens if ended else b"%d" % num_tokens
-
-
-def _ended(error: InferEngineError) -> Delta:
-    return Delta([], "", None, Finish("error", [error.code, error.message], 0, 0, 0, 0.0, 0.0, 0.0))
 
 
 class LogSubmitter:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from frontends.common.resumable import Registry
+from frontends.http.detached import LoggedSubmission, Position, StreamState
+from inferengine.client import Accept, Delta
 from inferengine.engine.service import EngineService
+from inferengine.errors import InferEngineError
+from inferengine.sampling_params import SamplingParams
 from tests.engine.builders import check_idle, run_service
 from tests.frontends.http.builders import FrontEnd, House, says, wait_until
 from tests.frontends.http.resuming import Reader
@@ -182,3 +188,49 @@ def _data(blocks: list[str]) -> list[Any]:
     """The choices of each event: what two connections must agree on."""
     lines = [line.removeprefix("data: ") for block in blocks for line in block.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line)["choices"] for line in lines]
+
+
+class UnansweredRequest:
+    """A request of which the engine says nothing after ACCEPT."""
+
+    id = bytes(16)
+
+    def __init__(self) -> None:
+        self.streams = [self]
+        self.num_tokens, self.finished = 0, False
+
+    async def accepted(self) -> Accept:
+        return Accept(self.id, 0)
+
+    def on_output(self, callback: Callable[[], None]) -> None:
+        """Never."""
+
+    def leave(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["before it reads", "while it waits"])
+def test_a_reader_whose_client_has_gone_gets_one_end_and_then_nothing(waits: bool) -> None:
+    """Else whoever reads to the end, as for the usage after a stop string, never lets the event loop turn again."""
+
+    async def read() -> list[Delta]:
+        request: Any = UnansweredRequest()
+        engine: Any = SimpleNamespace(submit=lambda *_, **__: request)
+        registry = Registry(engine, resume_window_s=60.0)
+        log = registry.submit([1], SamplingParams(), request_id=request.id, detached=False, context_ids=())
+        submission = LoggedSubmission(registry, log, StreamState(request.id, Position()), 0, 1, "")
+        (stream,) = submission.streams
+        first = asyncio.ensure_future(stream.__anext__())
+        await asyncio.sleep(0)
+        if waits:
+            while not log.choices or not log.choices[0]._waiting:
+                await asyncio.sleep(0)
+        submission.abandon(InferEngineError("cancelled", "the client has gone"))
+        deltas = [await first]
+        with pytest.raises(StopAsyncIteration):
+            deltas.append(await stream.__anext__())
+        return deltas
+
+    (end,) = asyncio.run(read())
+    assert end.finish is not None
+    assert (end.finish.reason, end.finish.detail) == ("error", ["cancelled", "the client has gone"])
