@@ -31,6 +31,9 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of the engine, on a CPU")
     parser.add_argument("--cycle-s", type=float, default=mixed.CYCLE_S, help="load between two quiet windows")
+    parser.add_argument(
+        "--kills", type=float, default=mixed.KILLS, help="share of the time in which processes are killed"
+    )
     parser.add_argument("--faults", default="", metavar="NAME,NAME", help="these, once each, in this order")
     parser.add_argument("--folder", type=Path, help="where samples.jsonl, run.json and service.log are left")
     parser.add_argument("--judge", type=Path, metavar="FOLDER", help="of a run that has ended")

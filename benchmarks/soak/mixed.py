@@ -1,7 +1,7 @@
 """The mixed soak: the whole service under mixed load for hours, while faults come at seeded random moments.
 
 It alternates: CYCLE_S of load and faults, then a quiet window in which every request must end and every KV block come
-back. Kills of whole processes fall in the first KILLS of the time, so that at its end each process has lived long
+back. Kills of whole processes fall in the first part of the time, `--kills`, so that at its end each process has lived long
 enough for a verdict on its memory.
 """
 
@@ -95,7 +95,7 @@ class Soak:
                 await self._quiet(load, sampler)
                 return
             while (now := time.monotonic()) < end_s:
-                kills = now < began_s + KILLS * self.options.hours * 3600.0
+                kills = now < began_s + self.options.kills * self.options.hours * 3600.0
                 await faults.some(min(now + self.options.cycle_s, end_s), kills=kills)
                 load.paused = True
                 await self._quiet(load, sampler)

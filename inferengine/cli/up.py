@@ -96,9 +96,12 @@ def run(arguments: Arguments) -> int:
             terminal.block(banner(config, http, ws, seconds))
             starts.keep(seconds)
 
+        silence_s = 2 * (
+            config.engine.frozen_after_s + WATCHDOG_MARGIN_S
+        )  # a frozen worker's parent replaces it sooner
         supervisor = Supervisor(
             engines,
-            [_spec("http", config, http), _spec("ws", config, ws)],
+            [_spec("http", config, http, watchdog_s=silence_s), _spec("ws", config, ws, watchdog_s=silence_s)],
             folder,
             terminal,
             drain_timeout_s=config.engine.drain_timeout_s,

@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from inferengine.errors import ExitCode
 from inferengine.process import stdio
 from inferengine.process.reload import Reload
-from inferengine.process.system import Notifier, Watchdog
+from inferengine.process.system import Notifier, Watchdog, missed_s
 
 logger = logging.getLogger(__name__)
 
 _DOUBLE = 8  # bytes
 SUPERVISED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP}
 TURN_S = 0.25
+KILL_MARGIN_S = 10.0  # on top of `frozen_after_s`, before a frozen worker is killed
 RESTART_AFTER_S = 0.5
 FAST_FAILURE_S = 5.0
 MAX_FAST_FAILURES = 5
@@ -89,7 +90,7 @@ class SignsOfLife:
 
 
 class Workers:
-    """Child processes that accept from the same sockets. One that ends is replaced; the others go on."""
+    """Child processes that accept from the same sockets. One that ends or freezes is replaced; the others go on."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class Workers:
         reload: Reload | None = None,
     ) -> None:
         """`serve(worker)` runs in the child until SIGTERM and returns its exit code. It beats in `cells`; a worker that
-        has not for `frozen_after_s` is frozen, and no sign of life is sent."""
+        has not for `frozen_after_s` is frozen: no sign of life is sent, and KILL_MARGIN_S later it is killed."""
         self._serve = serve
         self._num_workers = num_workers
         self._sockets = sockets
@@ -115,6 +116,8 @@ class Workers:
         self._due: dict[int, float] = dict.fromkeys(range(num_workers), 0.0)
         self._fast_failures = 0
         self._stopping = False
+        self._ready = False  # every worker's loop has turned
+        self._extended_s = 0.0  # nobody is killed before this
         self._code: int = ExitCode.OK
 
     def run(self) -> int:
@@ -125,6 +128,7 @@ class Workers:
             for worker in [worker for worker, due in self._due.items() if due <= now and not self._stopping]:
                 del self._due[worker]
                 self._start(worker)
+            due_s = time.monotonic() + TURN_S
             received = signal.sigtimedwait(SUPERVISED, TURN_S)
             stdio.retry()
             if received is not None and received.si_signo == signal.SIGHUP:
@@ -132,6 +136,7 @@ class Workers:
             elif received is not None and received.si_signo != signal.SIGCHLD:
                 self._stop()
             self._reap()
+            self._kill_frozen(time.monotonic(), due_s)
             if self._all_turn() or self._stopping:
                 self._signs.turn(self._stopping)
         return self._code
@@ -188,6 +193,28 @@ class Workers:
                 self._stop()
             self._due[worker] = now + RESTART_AFTER_S
 
+    def _kill_frozen(self, now: float, due_s: float) -> None:
+        """A worker whose loop does not turn any more serves nobody, keeps its connections and hears no SIGTERM."""
+        if paused_s := missed_s(now, due_s):  # `docker pause` stops all at once: this is no silence of theirs
+            self._extended_s = now + paused_s
+        for pid, (worker, started) in self._started.items():
+            beat = self._cells.last_beat(worker)
+            silent_s = now - beat if beat > started else 0.0  # one that begins, however slowly, is left alone
+            if silent_s > self._frozen_after_s + KILL_MARGIN_S and now > self._extended_s:
+                fields = {"worker": worker, "silent_s": round(silent_s, 1)}
+                logger.error("a worker's loop does not turn: killing it", extra={"fields": fields})
+                os.kill(pid, signal.SIGKILL)
+
+    def _last_sign(self, worker: int, started: float) -> float:
+        """When its loop last turned, or it was started: its predecessor may have left the cell."""
+        return max(self._cells.last_beat(worker), started)
+
     def _all_turn(self) -> bool:
-        oldest = min(self._cells.last_beat(worker) for worker in range(self._num_workers))
-        return oldest > 0.0 and time.monotonic() - oldest < self._frozen_after_s
+        """Whether all serve. One that is being replaced does not count, once all have turned."""
+        if not self._ready:
+            self._ready = all(self._cells.last_beat(worker) > 0.0 for worker in range(self._num_workers))
+            return self._ready
+        now = time.monotonic()
+        return all(
+            now - self._last_sign(worker, started) < self._frozen_after_s for worker, started in self._started.values()
+        )
