@@ -1,8 +1,8 @@
 """The mixed soak: the whole service under mixed load for hours, while faults come at seeded random moments.
 
 It alternates: CYCLE_S of load and faults, then a quiet window in which every request must end and every KV block come
-back. Kills of whole processes fall in the first part of the time, `--kills`, so that at its end each process has lived long
-enough for a verdict on its memory.
+back. Kills of whole processes fall in the first part of the time, `--kills`, so that at its end each process has lived
+long enough for a verdict on its memory.
 """
 
 from __future__ import annotations
