@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from inferengine.errors import ConfigError
 from inferengine.gguf.reader import BLOCKS
-from inferengine.kernels.block_codes import FORMATS, BlockWeight, numbers, read_blocks, stack
+from inferengine.kernels.block_codes import FORMATS, BlockWeight, numbers, read_blocks, rows_between
 from inferengine.kernels.experts import MX_GROUP, ExpertBlocks, ExpertCodes, mxfp4_numbers
 from inferengine.layers.moe import ExpertLinear
 
@@ -62,7 +63,8 @@ class StoredExpertBlocks:
         self.device, self.dtype, self.random_weights = device, dtype, random_weights
         self.is_packed = all(kind in FORMATS for kind in kinds)
         self.is_mxfp4 = all(kind == MXFP4 for kind in kinds)
-        self.taken: list[BlockWeight | ExpertCodes | torch.Tensor | None] = [None] * len(names)
+        self.is_taken = [False] * len(names)
+        self.wholes: dict[int, BlockWeight | ExpertCodes | torch.Tensor] = {}  # of all experts, by projection
 
     def knows(self, suffix: str) -> bool:
         """Return whether a tensor is for this weight."""
@@ -72,33 +74,58 @@ class StoredExpertBlocks:
         """Keep one tensor, as the device holds it. Raises ConfigError naming it."""
         index = part or 0
         name = self.names[index]
-        if self.taken[index] is not None:
+        if self.is_taken[index]:
             raise ConfigError("model.path", f"the tensor {name} fills a place that is taken")
         raw, kind = (stored.raw, stored.kind) if isinstance(stored, StoredRows) else (stored, "")
         block, num_bytes = BLOCKS.get(kind, (1, 1))
         shape, wanted = [raw.shape[0], raw.shape[1] // num_bytes * block], [self.rows, self.columns]
         if shape != wanted:
             raise ConfigError("model.path", f"the tensor {name} has shape {shape} where the model asks for {wanted}")
+        self.is_taken[index] = True
         if self.device.type == "meta":
-            self.taken[index] = torch.empty(0)
-        elif kind in FORMATS:
-            self.taken[index] = self._kept(read_blocks(kind, raw.to(self.device)))
+            return
+        if kind in FORMATS:
+            self._put(index, read_blocks(kind, raw.to(self.device)))
         elif kind == MXFP4:
-            self.taken[index] = self._kept(read_mxfp4(raw.to(self.device)))
+            self._put(index, read_mxfp4(raw.to(self.device)))
         else:
-            self.taken[index] = raw.to(self.device, self.dtype, copy=True)
+            self._put(index, raw.to(self.device, self.dtype))
 
-    def _kept(self, weight: BlockWeight | ExpertCodes) -> BlockWeight | ExpertCodes | torch.Tensor:
-        """The weight, as numbers where another projection of the expert is not packed likewise."""
-        if self.is_packed or self.is_mxfp4:
-            return weight
+    def _put(self, index: int, weight: BlockWeight | ExpertCodes | torch.Tensor) -> None:
+        """Copy a part to its place in the whole, which is allocated when the first part comes: parts that were joined
+        in the end would take the memory twice."""
+        if self.is_packed and isinstance(weight, BlockWeight):
+            expert, projection = divmod(index, len(self.kinds))
+            whole = self.wholes.get(projection)
+            if not isinstance(whole, BlockWeight):
+                whole = self.wholes[projection] = weight.tensors(partial(_room, len(self.names) // len(self.kinds)))
+            _copy(rows_between(whole, expert * self.rows, (expert + 1) * self.rows), weight)
+            return
+        if not self.is_mxfp4:
+            weight = self._numbers(weight)
+        first, last = index * self.rows, (index + 1) * self.rows
+        whole = self.wholes.get(0)
+        if isinstance(weight, ExpertCodes):
+            if not isinstance(whole, ExpertCodes):
+                codes, scales = (_room(len(self.names), plane) for plane in (weight.codes, weight.scales))
+                whole = self.wholes[0] = ExpertCodes(codes, scales, MX_GROUP)
+            whole.codes[first:last], whole.scales[first:last] = weight.codes, weight.scales
+        elif isinstance(weight, torch.Tensor):
+            if not isinstance(whole, torch.Tensor):
+                whole = self.wholes[0] = _room(len(self.names), weight)
+            whole[first:last] = weight
+
+    def _numbers(self, weight: BlockWeight | ExpertCodes | torch.Tensor) -> torch.Tensor:
+        """A part as numbers, where another projection of the expert is not packed likewise."""
         if isinstance(weight, BlockWeight):
             return numbers(weight, 0, self.rows).to(self.dtype)
-        return mxfp4_numbers(weight.codes, weight.scales).to(self.dtype)
+        if isinstance(weight, ExpertCodes):
+            return mxfp4_numbers(weight.codes, weight.scales).to(self.dtype)
+        return weight
 
     def missing(self) -> str | None:
         """Return the name of a tensor that has not come."""
-        return next((name for name, each in zip(self.names, self.taken, strict=True) if each is None), None)
+        return next((name for name, taken in zip(self.names, self.is_taken, strict=True) if not taken), None)
 
     def num_bytes(self) -> int:
         """Return the bytes of all experts that this rank holds, as they are packed."""
@@ -107,31 +134,39 @@ class StoredExpertBlocks:
         return int(len(self.names) // len(self.kinds) * self.rows * self.columns * sum(each))
 
     def assemble(self) -> ExpertBlocks | ExpertCodes | torch.Tensor:
-        """Return all experts' weight, and let go of the parts."""
-        taken = self._random() if self.random_weights else self.taken
-        self.taken = []
+        """Return all experts' weight, and let go of it."""
+        if self.random_weights:
+            for index in range(len(self.names)):
+                self._put(index, self._random(self.kinds[index % len(self.kinds)]))
+        wholes, self.wholes = self.wholes, {}
         if self.is_packed:
-            step = len(self.kinds)
-            return ExpertBlocks(tuple(stack(taken[part::step]) for part in range(step)))  # type: ignore[arg-type]
-        if self.is_mxfp4:
-            codes = [each for each in taken if isinstance(each, ExpertCodes)]
-            whole = torch.cat([each.codes for each in codes])
-            return ExpertCodes(whole, torch.cat([each.scales for each in codes]), MX_GROUP)
-        return torch.cat([each for each in taken if isinstance(each, torch.Tensor)])
+            parts = (wholes[projection] for projection in range(len(self.kinds)))
+            return ExpertBlocks(tuple(part for part in parts if isinstance(part, BlockWeight)))
+        whole = wholes[0]
+        assert not isinstance(whole, BlockWeight)  # those are packed, or have become numbers
+        return whole
 
-    def _random(self) -> list[BlockWeight | ExpertCodes | torch.Tensor | None]:
+    def _random(self, kind: str) -> BlockWeight | ExpertCodes | torch.Tensor:
         rows, columns = self.rows, self.columns
-        parts = range(len(self.names))
-        if self.is_packed:
-            kinds = [self.kinds[part % len(self.kinds)] for part in parts]
-            return [random_blocks(kind, rows, columns, self.device) for kind in kinds]
-        if self.is_mxfp4:
+        if kind in FORMATS:
+            return random_blocks(kind, rows, columns, self.device)
+        if kind == MXFP4:
             shape = (rows, columns // MX_GROUP)
             codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=self.device)
             scales = torch.full(shape, 127 - 7, dtype=torch.uint8, device=self.device)  # numbers up to 6 / 128
-            return [ExpertCodes(codes, scales, MX_GROUP) for _ in parts]
-        normal = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
-        return [normal.normal_(0.0, 0.02).clone() for _ in parts]
+            return ExpertCodes(codes, scales, MX_GROUP)
+        return torch.empty(rows, columns, dtype=self.dtype, device=self.device).normal_(0.0, 0.02)
+
+
+def _room(count: int, plane: torch.Tensor) -> torch.Tensor:
+    """Memory for `count` times the rows of a plane."""
+    return plane.new_empty(count * plane.shape[0], *plane.shape[1:])
+
+
+def _copy(place: BlockWeight, weight: BlockWeight) -> None:
+    for into, plane in zip(place, weight, strict=True):
+        if isinstance(into, torch.Tensor) and isinstance(plane, torch.Tensor):
+            into.copy_(plane)
 
 
 def stored_experts(

@@ -25,7 +25,7 @@ from tests.models.gguf_files import random_blocks
 
 NUM_EXPERTS, CHOSEN = 4, 2
 SILU, CLAMPED = Gating("silu"), Gating("swiglu_clamped", 1.702, 1.0)
-ROWS = 20  # of an expert: no multiple of a tile
+ROWS = 12  # of an expert: no multiple of a tile
 FEW, SOME, MANY = 2, 30, 60  # tokens: pairs by themselves, tiles of 16 or 32 pairs of an expert, of 64
 CPU = torch.device("cpu")
 
