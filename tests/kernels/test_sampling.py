@@ -138,6 +138,30 @@ def test_a_flat_distribution_does_not_fit_the_candidates_and_is_exact_too(device
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("spread", [0.01, 2.0])
+def test_a_short_list_gives_the_draws_of_the_whole_vocabulary_sorted(
+    monkeypatch: pytest.MonkeyPatch, spread: float
+) -> None:
+    """Filters of every kind, which end in lists of every length."""
+    generator, vocab_size = torch.Generator().manual_seed(5), 20_000
+    filters = [(0, 0.9, 0.0), (0, 1.0, 0.05), (700, 0.95, 0.01), (3000, 1.0, 0.0), (40, 0.5, 0.0), (0, 1.0, 0.0)]
+    scaled = torch.randn(len(filters), vocab_size, generator=generator) * spread
+    scaled[:, 0::5] = scaled[:, 1::5]  # ties
+    slots = make_slots(len(filters), torch.device("cpu"), vocab_size)
+    for row, (top_k, top_p, min_p) in enumerate(filters):
+        slots.top_k[row], slots.top_p[row], slots.min_p[row] = top_k, top_p, min_p
+    rows = torch.arange(len(filters))
+    for row in rows:  # each alone, so that no other row makes its list longer
+        drawn = []
+        for first in (reference.FIRST_CANDIDATES, vocab_size):
+            monkeypatch.setattr(reference, "FIRST_CANDIDATES", first)
+            one = scaled[row : row + 1], slots, rows[row : row + 1]
+            found = [reference.draw(*one, torch.tensor([at]), RANDOM | FILTER) for at in range(5)]
+            drawn.append(torch.cat([ids for _, ids in found]))
+            monkeypatch.undo()
+        assert torch.equal(*drawn), filters[row]
+
+
 def test_ties_at_the_edge_of_top_k_stand_together(device):
     slots = make_slots(1, device)
     slots.top_k.fill_(2)

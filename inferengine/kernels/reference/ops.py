@@ -197,7 +197,8 @@ RANDOM, FILTER, PENALTY, BIAS, ALLOWED, MIN_TOKENS, LOGPROBS, BAD_WORDS, MASKED 
 
 
 PROCESSED = PENALTY | BIAS | ALLOWED | MIN_TOKENS
-FIRST_CANDIDATES = 256  # tried before a whole vocabulary is sorted
+FIRST_CANDIDATES = 256  # tried before longer lists, and those before a whole vocabulary is sorted
+LONGER = 4  # times as long as the list before
 NO_NUMBER = -1  # in place of an id: the winning score is NaN or infinite
 NO_TOKEN = -2  # in place of an id: every token is forbidden
 FEW = 16  # noise is made for what masks have left where that is less than a FEW-th of the vocabulary
@@ -286,7 +287,7 @@ def draw(
     if needs & FILTER:
         top_k = torch.where(is_random.squeeze(1), slots.top_k[rows], 1)  # a greedy row needs no long list
         values, ids = candidates(scaled, top_k, slots.top_p[rows], slots.min_p[rows])
-        best, place = _largest(values + gumbel(slots.seed[rows], positions, ids))
+        best, place = _largest(values + _noise_of(slots.seed[rows], positions, ids, scores.shape[1]))
         drawn = ids.gather(1, place.unsqueeze(1)).squeeze(1)
     elif needs & (ALLOWED | MASKED) and scores.is_cpu:
         best, drawn = _draw_what_is_left(scaled, slots.seed[rows], positions)
@@ -297,6 +298,14 @@ def draw(
         return best, drawn
     top, top_id = _largest(scores)
     return torch.where(is_random, best, top), torch.where(is_random, drawn, top_id)
+
+
+def _noise_of(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Noise [N, C] for the ids. A block of Philox is of four neighbours: for many ids the noise is made for the whole
+    vocabulary, which gives the same numbers."""
+    if ids.shape[1] * 4 < vocab_size:
+        return gumbel(seeds, positions, ids)
+    return gumbel(seeds, positions, vocab_size).gather(1, ids)
 
 
 def _draw_what_is_left(
@@ -337,7 +346,8 @@ def candidates(
     """
     vocab_size = scaled.shape[1]
     limit = torch.where(top_k > 0, top_k, vocab_size).clamp_max(vocab_size).unsqueeze(1).long()
-    for count in (FIRST_CANDIDATES, vocab_size):
+    count = min(FIRST_CANDIDATES, vocab_size)
+    while True:
         if count < vocab_size:
             values, ids = scaled.topk(count, dim=-1)
         else:
@@ -350,16 +360,40 @@ def candidates(
         total = torch.where(limit > count, scaled.logsumexp(-1, keepdim=True), by_k.logsumexp(-1, keepdim=True))
         mass = (by_k - total).exp()
         before = mass.cumsum(-1) - mass
-        first_of_ties = torch.searchsorted(-values, -values)  # ties stand or fall together
-        first_of_ties.clamp_(max=count - 1)  # NaN is in no order: its place may be behind the last one
-        kept = before.gather(1, first_of_ties) < top_p.unsqueeze(1)
+        kept = before.gather(1, _first_of_ties(values)) < top_p.unsqueeze(1)  # ties stand or fall together
         kept &= within_k & (values - values[:, :1] >= min_p.unsqueeze(1).log())
         kept[:, 0] = True
         # where top-k ends behind this list, the mass that top-p is a share of is not known yet
         goes_on = kept[:, -1] | (((limit > count) & (limit < vocab_size)).squeeze(1) & (top_p < 1.0))
         if count == vocab_size or not bool(goes_on.any()):
             return values.masked_fill(~kept, float("-inf")), ids
-    raise AssertionError("the whole vocabulary is always enough")
+        if count * LONGER * LONGER > vocab_size:
+            count = vocab_size  # sorting it all is hardly dearer than a longer list
+            continue
+        # What top-k says, or the least that can reach top-p's mass: no later token weighs more than the list's last.
+        needed = torch.where(limit < vocab_size, limit, count + (top_p.unsqueeze(1) - before[:, -1:]) / mass[:, -1:])
+        count = _next_count(count, float(needed.squeeze(1)[goes_on].max()), vocab_size)
+
+
+def _next_count(count: int, needed: float, vocab_size: int) -> int:
+    """The length of the list to try after one of `count`, at least `needed`: a longer list, or the whole vocabulary."""
+    while count * LONGER * LONGER <= vocab_size:
+        count *= LONGER
+        if count >= needed:
+            return count
+    return vocab_size
+
+
+def _first_of_ties(values: torch.Tensor) -> torch.Tensor:
+    """The place of the first of the values equal to each, in rows that descend [N, C]."""
+    if not values.is_cpu:
+        return torch.searchsorted(-values, -values).clamp_(
+            max=values.shape[1] - 1
+        )  # NaN's place may be behind the last
+    row = values.numpy()
+    places = np.zeros(row.shape, dtype=np.int64)
+    np.multiply(row[:, 1:] != row[:, :-1], np.arange(1, row.shape[1]), out=places[:, 1:])
+    return torch.from_numpy(np.maximum.accumulate(places, axis=1, out=places))
 
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
