@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-EXTRAS = {"engine": "torch", "server": "uvicorn"}  # extra → a package that only comes with it
+EXTRAS = {"engine": "torch", "server": "uvicorn", "ray": "ray"}  # extra → a package that only comes with it
 EXECUTOR = "executor"  # what an engine needs: torch, or one of these, with which others compute
 OTHER_EXECUTORS = ("aiohttp", "grpc")
 COMMANDS = {
@@ -40,6 +40,17 @@ COMMANDS = {
     "executor": Entry("lend this machine's device to an engine elsewhere, over gRPC", "serve", "executor", ("engine",)),
     "http": Entry("the HTTP front end: OpenAI-compatible routes and Server-Sent Events", "serve", "http", ("server",)),
     "ws": Entry("the websocket front end and its chat page", "serve", "ws", ("server",)),
+    "fleet": Entry("engines on many machines, placed by Ray: what a fleet is doing", "fleet", "status", ("ray",)),
+    "fleet up": Entry("start a fleet of engines on a Ray cluster", "fleet", "up", ("ray",)),
+    "fleet serve": Entry("HTTP and websocket front ends of a fleet", "fleet", "serve", ("ray", "server")),
+    "fleet watch": Entry(
+        "keep the addresses of a fleet's engines in a file, for front ends", "fleet", "watch", ("ray",)
+    ),
+    "fleet status": Entry("the engines of a fleet: state, address, load", "fleet", "status", ("ray",)),
+    "fleet scale": Entry("change how many engines a fleet has", "fleet", "scale", ("ray",)),
+    "fleet drain": Entry("let one engine finish and be replaced", "fleet", "drain", ("ray",)),
+    "fleet upgrade": Entry("replace all engines, one after the other, while streams run", "fleet", "upgrade", ("ray",)),
+    "fleet down": Entry("drain all engines and end the fleet", "fleet", "down", ("ray",)),
     "chat": Entry("talk to a running engine in this terminal", "chat", "run"),
     "bench": Entry("load on any OpenAI-compatible server: latencies, throughput, goodput", "bench", "run"),
     "bench sweep": Entry("the same at 1 to 128 requests in flight, with the point of saturation", "bench", "sweep"),
@@ -179,11 +190,12 @@ def require(*extras: str) -> None:
     wanted_extras = ["engine" if extra == EXECUTOR else extra for extra in extras if extra != EXECUTOR or not may_relay]
     missing = [extra for extra in wanted_extras if importlib.util.find_spec(EXTRAS[extra]) is None]
     if missing:
-        wanted = "all" if len(missing) == len(EXTRAS) else missing[0]
+        wanted = "all" if {"engine", "server"} <= set(missing) else missing[0]
+        in_clone = "scripts/install" if wanted in ("all", "engine", "server") else f"scripts/install {wanted}"
         raise ConfigError(
             "packages",
             f"{' and '.join(EXTRAS[extra] for extra in missing)} not installed: pip install 'inferengine[{wanted}]' "
-            "(in a clone: scripts/install)",
+            f"(in a clone: {in_clone})",
         )
 
 

@@ -17,6 +17,7 @@ from inferengine.cli.command import JSON_LOG, Arguments, Option, command, log_as
 from inferengine.cli.fetch import missing_model
 from inferengine.cli.terminal import Terminal
 from inferengine.config import (
+    CPU_CACHE_SHARE,
     Config,
     cache_directory,
     child_environment,
@@ -31,7 +32,6 @@ from inferengine.process.child import ChildSpec
 from inferengine.process.supervisor import Supervisor
 
 IMPORTS_S, READ_BYTES_PER_S, WARM_UP_S = 4.0, 1e9, 20.0  # for the first estimate: torch, weights, CUDA graphs
-CPU_SHARE = 0.25  # cache.memory_fraction on a CPU, if it says nothing (executor/memory/plan.py)
 WATCHDOG_MARGIN_S = 10.0  # a frozen engine ends by itself and logs why; the supervisor kills one that cannot
 
 
@@ -68,8 +68,7 @@ def run(arguments: Arguments) -> int:
     bring_model(config)
     with contextlib.ExitStack() as stack:
         try:
-            http = stack.enter_context(_http_listener(config))
-            ws = stack.enter_context(listen.listen_tcp(config.ws.host, config.ws.port, "ws"))
+            http, ws = front_end_listeners(stack, config)
         except listen.AddressTaken as error:
             print(f"inferengine up: {error}", file=sys.stderr)
             return ExitCode.ADDRESS
@@ -96,16 +95,17 @@ def run(arguments: Arguments) -> int:
             terminal.block(banner(config, http, ws, seconds))
             starts.keep(seconds)
 
-        silence_s = 2 * (
-            config.engine.frozen_after_s + WATCHDOG_MARGIN_S
-        )  # a frozen worker's parent replaces it sooner
+        silence_s = front_end_silence_s(config)
         supervisor = Supervisor(
             engines,
-            [_spec("http", config, http, watchdog_s=silence_s), _spec("ws", config, ws, watchdog_s=silence_s)],
+            [
+                service_spec("http", config, http, watchdog_s=silence_s),
+                service_spec("ws", config, ws, watchdog_s=silence_s),
+            ],
             folder,
             terminal,
             drain_timeout_s=config.engine.drain_timeout_s,
-            hangup_stops=_has_terminal(),
+            hangup_stops=has_terminal(),
             when_ready=when_ready,
         )
         code = supervisor.run()
@@ -132,6 +132,11 @@ def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: floa
             "",
         ]
     )
+
+
+def front_end_silence_s(config: Config) -> float:
+    """Without a sign of life for so long a front end is killed; the parent of a frozen worker replaces that sooner."""
+    return 2 * (config.engine.frozen_after_s + WATCHDOG_MARGIN_S)
 
 
 def bring_model(config: Config) -> None:
@@ -204,7 +209,7 @@ def _start_key(config: Config) -> str:
     return f"{model.path or 'embedded'} {model.quantization} {model.load_format} {config.engine.device}{engines}"
 
 
-def _has_terminal() -> bool:
+def has_terminal() -> bool:
     """Whether the service has a terminal. When that is closed, the service must end by itself."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
@@ -213,10 +218,13 @@ def _has_terminal() -> bool:
     return True
 
 
-def _http_listener(config: Config) -> socket.socket:
+def front_end_listeners(stack: contextlib.ExitStack, config: Config) -> tuple[socket.socket, socket.socket]:
+    """The listening sockets of HTTP and websocket front end, closed with `stack`. Raises AddressTaken."""
     if config.http.uds:
-        return listen.listen_unix(config.http.uds)
-    return listen.listen_tcp(config.http.host, config.http.port, "http")
+        http = stack.enter_context(listen.listen_unix(config.http.uds))
+    else:
+        http = stack.enter_context(listen.listen_tcp(config.http.host, config.http.port, "http"))
+    return http, stack.enter_context(listen.listen_tcp(config.ws.host, config.ws.port, "ws"))
 
 
 def num_engines(config: Config, cards: Sequence[str]) -> int:
@@ -251,7 +259,7 @@ def engine_specs(config: Config, cards: Sequence[str]) -> list[ChildSpec]:
     watchdog_s = config.engine.frozen_after_s + WATCHDOG_MARGIN_S
     count = config.up.engines
     if count == 1:
-        return [_spec("engine", config, None, watchdog_s=watchdog_s)]
+        return [service_spec("engine", config, None, watchdog_s=watchdog_s)]
     specs = []
     for number in range(count):
         own = config_of_engine(config, number)
@@ -261,9 +269,9 @@ def engine_specs(config: Config, cards: Sequence[str]) -> list[ChildSpec]:
         if _on_cards(config, cards):
             devices = {"CUDA_VISIBLE_DEVICES": ",".join(cards[number * each : (number + 1) * each])}
         else:
-            own = own.with_values(cache={"memory_fraction": (config.cache.memory_fraction or CPU_SHARE) / count})
+            own = own.with_values(cache={"memory_fraction": (config.cache.memory_fraction or CPU_CACHE_SHARE) / count})
             cores = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
-        spec = _spec("engine", own, None, watchdog_s=watchdog_s)
+        spec = service_spec("engine", own, None, watchdog_s=watchdog_s)
         command = [*spec.command, "--engine.name", own.engine.name]  # says which it is in a list of processes
         environment = {**cores, **spec.environment, **devices}
         specs.append(spec._replace(name=f"engine-{number}", command=command, environment=environment))
@@ -307,6 +315,7 @@ def _numbered(address: str, number: int) -> str:
     return f"{before}-{number}.{ending}" if dot and "/" not in ending else f"{address}-{number}"
 
 
-def _spec(name: str, config: Config, listener: socket.socket | None, *, watchdog_s: float = 0.0) -> ChildSpec:
+def service_spec(name: str, config: Config, listener: socket.socket | None, *, watchdog_s: float = 0.0) -> ChildSpec:
+    """How to run a command of the service with this configuration."""
     command = [sys.executable, "-m", "inferengine.cli", name]
     return ChildSpec(name, command, child_environment(config), listener, watchdog_s)

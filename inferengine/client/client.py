@@ -289,6 +289,11 @@ class AsyncClient:
         self.send()
         return Submission(self, request)
 
+    def give_up(self) -> None:
+        """Count the engine as lost where it is not connected, without waiting for its lease."""
+        if self._session is not None:
+            self._session.give_up(self._loop.time())
+
     def reads(self, request_id: bytes) -> bool:
         """Whether a request of this id is open here."""
         return self._session is not None and self._session.requests.get(request_id) is not None

@@ -10,7 +10,7 @@ a lease, or says that it gives up. Where no other engine can take it, it waits f
 less than FAILOVER_S changes nothing: the session resumes.
 
 The engines may come and go (discovery.py). One that is no longer named takes no new request, finishes what it has, and
-is then forgotten.
+is then forgotten. Where it is not connected either, it is lost: its requests move without waiting for a lease.
 """
 
 from __future__ import annotations
@@ -192,6 +192,7 @@ class EnginePool:
             if engine.is_named or engine.is_closed:
                 continue
             if engine.client.num_open:
+                engine.client.give_up()
                 waiting = True
                 continue
             engine.is_closed = True

@@ -233,6 +233,11 @@ class Session:
         """Send an ADMIN operation."""
         return self._replies.admin(op, arguments)
 
+    def give_up(self, now: float) -> None:
+        """Count the engine as lost where it is not connected: somebody knows that it does not come back."""
+        if not self._connected and self.phase is not Phase.DOWN:
+            self._lose("The engine is gone.", now)
+
     def close(self, message: str = "The client was closed.") -> None:
         """Say BYE and end everything open with engine_unavailable."""
         if self.phase in _WELCOMED:

@@ -16,6 +16,7 @@ from inferengine.config.environment import (
     watchdog_interval_s,
 )
 from inferengine.config.schema import (
+    CPU_CACHE_SHARE,
     AuthConfig,
     CacheConfig,
     Config,
@@ -44,6 +45,7 @@ from inferengine.config.schema import (
 from inferengine.config.values import ENVIRONMENT_PREFIX, allowed, nearest
 
 __all__ = [
+    "CPU_CACHE_SHARE",
     "ENVIRONMENT_PREFIX",
     "AuthConfig",
     "CacheConfig",

@@ -30,6 +30,7 @@ from inferengine.config.values import (
 from inferengine.errors import ConfigError
 
 # Renamed keys: old name → present name. The old names are read for one release, with a warning.
+CPU_CACHE_SHARE = 0.25  # cache.memory_fraction on a CPU, of free memory, if it says nothing
 RENAMED = {"wire.choice": "wire.load_balancing", "scheduler.pressure": "scheduler.preemption"}
 
 

@@ -24,13 +24,15 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that a sup
 
 
 class ChildSpec(NamedTuple):
-    """What to run. `listener` is handed over as descriptor 3; `watchdog_s` 0 means that nobody watches."""
+    """What to run. `listener` is handed over as descriptor 3; `watchdog_s` 0 means that nobody watches. `dies_by`: the
+    signal that the kernel sends when the thread that started it is gone."""
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
     listener: socket.socket | None = None
     watchdog_s: float = 0.0
+    dies_by: int = signal.SIGTERM
 
 
 class Notification(NamedTuple):
@@ -69,7 +71,7 @@ class Child:
         environment["NOTIFY_SOCKET"] = str(self._notify_path)
         if self.spec.watchdog_s:
             environment["WATCHDOG_USEC"] = str(int(self.spec.watchdog_s * 1e6))
-        tie_to_parent = _parent_death_signal()
+        tie_to_parent = _parent_death_signal(self.spec.dies_by)
         # Until exec the child has this process's handlers and its wake-up descriptor. A signal to the child would be
         # read here, as one to the supervisor, and the child would never know of it: so it waits until they are gone.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
@@ -170,9 +172,10 @@ def _hand_over(descriptor: int) -> None:
         os.dup2(descriptor, FIRST_INHERITED_DESCRIPTOR)
 
 
-def _parent_death_signal() -> Callable[[], object]:
-    """A call that makes the kernel stop the calling process when its parent dies; does nothing outside Linux."""
+def _parent_death_signal(number: int) -> Callable[[], object]:
+    """A call that makes the kernel send the calling process this signal when its parent dies; does nothing outside
+    Linux."""
     if not sys.platform.startswith("linux"):
         return lambda: None
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    return lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    return lambda: prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from inferengine.client.requests import OpenRequest
 from inferengine.client.session import PATIENCE_S, Phase
 from inferengine.wire.messages import Accept, Attach, Bye, Cancel, Done, Goodbye, Hello, Reject, StopFound, Submit
 from tests.client.builders import INFO, SEED, WAIT_S, ScriptedEngine, code_of, finish_of, stream_of
@@ -25,6 +26,19 @@ def test_a_restarted_engine_gets_the_output_so_far_and_its_seed() -> None:
     engine.send(Accept(request.id, message.stream, 3))
     engine.step([message.stream], [13])
     assert request.collectors[0].take().token_ids == [12, 13]
+
+
+def test_an_engine_that_is_known_to_be_gone_is_lost_without_waiting_for_its_lease() -> None:
+    engine = ScriptedEngine()
+    moved: list[OpenRequest] = []
+    request = engine.submit()
+    request.failover = lambda request, error: moved.append(request)
+    engine.session.give_up(engine.now)
+    assert moved == []  # it is connected: whoever says so is mistaken
+    engine.die()
+    assert moved == []
+    engine.session.give_up(engine.now)
+    assert moved == [request]
 
 
 def test_nothing_is_sent_before_the_engine_is_ready() -> None:

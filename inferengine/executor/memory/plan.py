@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from inferengine.config import CPU_CACHE_SHARE
 from inferengine.core.executor import KVGroup
 from inferengine.errors import ConfigError, DoesNotFit
 from inferengine.executor.cuda_graphs import MixedShape, graphs_to_capture, shapes_to_capture
@@ -43,7 +44,6 @@ COMMUNICATOR_BYTES = GIB  # NCCL's buffers between a device and its peers, as me
 WHOLE = Shard()
 CONTEXTS = (1024, 4096, 8192, 32768, 131072)
 GRAPH_BYTES = 4 * (1 << 20)  # nodes of one captured step; its buffers are shared by all
-DEFAULT_CPU_SHARE = 0.25  # of free memory
 DEFAULT_CPU_LIMIT_BYTES = GIB  # a model on a CPU is bound by arithmetic long before it needs more
 DEFAULT_CUDA_SHARE = 0.92  # of all memory, weights and activations included
 TYPICAL_TOKENS = 4096  # assumed length of a sequence, for dividing the memory among KV groups
@@ -366,7 +366,7 @@ def host_budget_bytes(free: int, memory_fraction: float) -> int:
     """Return the part of a host's free memory that the KV cache may have."""
     if memory_fraction:
         return int(free * memory_fraction)
-    return min(int(free * DEFAULT_CPU_SHARE), DEFAULT_CPU_LIMIT_BYTES)
+    return min(int(free * CPU_CACHE_SHARE), DEFAULT_CPU_LIMIT_BYTES)
 
 
 def _blocks_of(window: int | None, num_tokens: int, settings: CacheSettings) -> int:

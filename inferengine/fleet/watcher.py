@@ -1,0 +1,128 @@
+"""Keeps what front ends need of a fleet in a folder: addresses, their CURVE pair, and a configuration that names both.
+
+The watcher alone is a process of Ray. A front end reads the file `engines` (a `file:` entry of wire.engines) and
+knows nothing of Ray, whose library ends a process with its raylet, takes 100 MB and many threads, and unpickles what
+it receives. While the directory or all of Ray is away the file stays as it is, and front ends go on with the engines
+that they know.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from inferengine.config import unsafe_folder
+from inferengine.errors import ConfigError, InferEngineError
+from inferengine.wire.curve import KeyPair, write_pair
+
+WATCH_S = 0.25  # between questions to the directory; front ends read the file as often
+RETRY_S = 2.0
+LOST_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+class FrontEndFiles(NamedTuple):
+    """The files in a watcher's folder."""
+
+    engines: Path
+    key: Path
+    configuration: Path
+
+    @classmethod
+    def of(cls, folder: Path) -> FrontEndFiles:
+        """Their paths, absolute."""
+        folder = folder.absolute()
+        return cls(folder / "engines", folder / "front.key", folder / "front.toml")
+
+
+def write_front_end_files(folder: Path, pair: KeyPair, engine_public: str) -> FrontEndFiles:
+    """Make the folder with key and configuration. Raises ConfigError where that cannot be."""
+    files = FrontEndFiles.of(folder)
+    try:
+        folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+        if complaint := unsafe_folder(folder.absolute()):
+            raise ConfigError("--folder", complaint.replace("socket's folder", "folder"))
+        files.key.unlink(missing_ok=True)
+        write_pair(files.key, pair)
+        lines = [
+            "# For the front ends of a fleet: inferengine http --config THIS_FILE. `inferengine fleet watch` wrote it.",
+            "[wire]",
+            *(f"{key} = {json.dumps(value)}" for key, value in front_end_values(files, engine_public).items()),
+        ]
+        _replace(files.configuration, "\n".join(lines) + "\n")
+    except OSError as error:
+        raise ConfigError("--folder", f"{folder} cannot be written: {error.strerror}") from None
+    return files
+
+
+def front_end_values(files: FrontEndFiles, engine_public: str) -> dict[str, str | float]:
+    """The keys of the section wire that let a front end find the engines of a fleet."""
+    return {
+        "engines": f"file:{files.engines}",
+        "discovery_s": WATCH_S,
+        "curve_secret_file": str(files.key),
+        "curve_engine_key": engine_public,
+        "load_balancing": "prefix_affinity",
+    }
+
+
+class EngineWatcher:
+    """Writes the addresses whenever they change."""
+
+    def __init__(self, file: Path, read: Callable[[], Sequence[str] | None]) -> None:
+        """`read` asks the directory, which answers None while it has to find the engines again; it raises
+        InferEngineError where that does not answer."""
+        self._file = file
+        self._read = read
+        self._written: list[str] | None = None
+        self._complaint = ""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines in the file."""
+        return len(self._written or ())
+
+    def turn(self) -> bool:
+        """Ask once. Returns whether the directory answered."""
+        try:
+            found = self._read()
+        except InferEngineError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                logger.warning("%s: the %d known engines stay", error.message, len(self._written or ()))
+            return False
+        if self._complaint:
+            self._complaint = ""
+            logger.info("the directory answers again")
+        if found is not None and found != self._written:
+            found = list(found)
+            _replace(self._file, "".join(f"{line}\n" for line in ["# Written by `inferengine fleet watch`.", *found]))
+            self._written = found
+            logger.info("%d engines: %s", len(found), ", ".join(found))
+        return True
+
+    def run(self, over: Callable[[], bool] = lambda: False) -> None:
+        """Ask until it is `over`, or the directory has not answered for LOST_S: the cluster may be another one."""
+        heard_s = time.monotonic()
+        while True:
+            answered = self.turn()
+            if answered:
+                heard_s = time.monotonic()
+            if over() or time.monotonic() - heard_s > LOST_S:
+                return
+            time.sleep(WATCH_S if answered else RETRY_S)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a reader sees it before or after, never in between."""
+    whole = path.with_name(f".{path.name}.new")
+    descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    whole.replace(path)
