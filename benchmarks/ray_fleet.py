@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from ray.cluster_utils import Cluster
 
 from inferengine.bench.environment import ROOT, version, write_result
 from inferengine.client import EnginePool
@@ -56,6 +55,8 @@ class FleetOnRay:
         self._log = folder / "serve.log"
         self._engines = engines
         self._served: subprocess.Popen[bytes] | None = None
+        from ray.cluster_utils import Cluster
+
         share = {"num_cpus": engines, "object_store_memory": OBJECT_STORE_BYTES}
         self.cluster = Cluster(initialize_head=True, head_node_args={**share, "include_dashboard": False})
         self.second = self.cluster.add_node(**share)

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from inferengine.cli.command import JSON_LOG, Arguments, Option, command, log_as_json
 from inferengine.cli.terminal import Terminal
-from inferengine.cli.up import WATCHDOG_MARGIN_S, banner, front_end_listeners, has_terminal, service_spec
+from inferengine.cli.up import (
+    WATCHDOG_MARGIN_S,
+    banner,
+    front_end_listeners,
+    front_end_silence_s,
+    has_terminal,
+    service_spec,
+)
 from inferengine.config import Config
 from inferengine.errors import ConfigError, ExitCode, InferEngineError
 from inferengine.fleet.spec import FleetKeys, FleetSpec, Goal, engine_settings
@@ -289,8 +296,8 @@ def serve(arguments: Arguments) -> int:
         terminal.begin(f"starting the front ends of fleet {arguments.values['fleet']}")
         front_ends = [
             ChildSpec("watch", command, watching.environment),
-            service_spec("http", config, http),
-            service_spec("ws", config, ws),
+            service_spec("http", config, http, watchdog_s=front_end_silence_s(config)),
+            service_spec("ws", config, ws, watchdog_s=front_end_silence_s(config)),
         ]
         supervisor = Supervisor(
             [],

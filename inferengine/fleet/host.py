@@ -67,7 +67,7 @@ class EngineHost:
         write_pair(self._folder / "engine.key", KeyPair(keys.engine_public.encode(), keys.engine_secret.encode()))
         (self._folder / "clients.toml").write_text(f'front = "{keys.front_public}"\n')
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in between
         self._status = "starting"
         self._address = ""
         self._child: Child | None = None
