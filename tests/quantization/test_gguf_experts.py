@@ -114,11 +114,11 @@ def test_formats_of_blocks_of_32_in_rows_that_are_no_multiple_of_256(device: tor
 
 
 def test_a_row_of_the_deterministic_kernels_does_not_depend_on_its_neighbours(device: torch.device) -> None:
-    layer = Layer("Q4_K", "Q4_K", "Q8_0")
+    layer = Layer("Q8_0", "Q4_0", "Q8_0", width=64)
     compare(layer, 9, device, deterministic=True)
     own = layer.pack(mixture, [moved(each, device) for each in layer.packed], device, torch.float16)
     kernels, routing = mixture.MoeKernels(deterministic=True), Routing(CHOSEN, True)
-    x, logits = torch.randn(9, 256).to(device).half(), torch.randn(9, NUM_EXPERTS).to(device)
+    x, logits = torch.randn(9, 64).to(device).half(), torch.randn(9, NUM_EXPERTS).to(device)
     whole = kernels.add_experts(x, logits, routing, own, torch.zeros_like(x))
     alone = kernels.add_experts(x[7:8], logits[7:8], routing, own, torch.zeros_like(x[:1]))
     assert torch.equal(whole[7:8], alone)
@@ -126,12 +126,12 @@ def test_a_row_of_the_deterministic_kernels_does_not_depend_on_its_neighbours(de
 
 @pytest.mark.parametrize("tokens", [FEW, SOME])
 def test_ranks_that_hold_some_of_the_experts_sum_to_all(tokens: int, device: torch.device) -> None:
-    layer = Layer("Q4_K", "Q4_K", "Q8_0")
-    x, logits = torch.randn(tokens, 256), torch.randn(tokens, NUM_EXPERTS)
+    layer = Layer("Q8_0", "Q4_0", "Q8_0", width=64)
+    x, logits = torch.randn(tokens, 64), torch.randn(tokens, NUM_EXPERTS)
     logits[0, 0] = -9.0  # the first token takes none of the first rank's
     plain = layer.pack(reference, layer.numbers, CPU, torch.float32)
     whole = reference.add_experts(x, logits, Routing(CHOSEN, True), plain, torch.zeros_like(x))
-    total = torch.zeros(tokens, 256)
+    total = torch.zeros(tokens, 64)
     for held in ((0, 1), (1, 3)):
         parts = [moved(weight, device, *held) for weight in layer.packed]
         packed = mixture.pack_experts(*parts, None, None, held[1], SILU, interleaved=False)
