@@ -77,6 +77,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.lists_models:
             self.answer(200, {"data": [{"id": "fake"}]})
         else:
+            self.close_connection = True  # without a word of it
             self.answer(500, {"detail": "no list"})
 
     def do_POST(self) -> None:
@@ -488,10 +489,14 @@ def test_an_engine_that_fails_leaves_no_connection_open() -> None:
     def fail() -> None:
         raise RuntimeError("a bug")
 
-    with FakeServer(speaks("one")) as server:
+    with FakeServer(talks_on) as server:
         config = Config().with_values(upstream={"url": server.url})
-        with run_service(lambda: UpstreamLoop(config, CARD), card=CARD) as service:
-            assert server.connections
+        with (
+            run_service(lambda: UpstreamLoop(config, CARD), card=CARD) as service,
+            client_of(service) as client,
+        ):
+            submit(client, 1, max_tokens=400)
+            wait_until(lambda: bool(server.connections))
             service.loaded.loop.call(fail)
             wait_until(lambda: service.lifecycle.last_error == "RuntimeError: a bug")
             wait_until(lambda: not server.connections)

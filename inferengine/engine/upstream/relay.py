@@ -371,7 +371,7 @@ class UpstreamLoop:
             token_ids = ids_of_text(self._tokenizer, choice.text) if choice.text else []
         if sequence.status is SequenceStatus.FINISHED or not token_ids:
             return
-        if not all(0 <= token_id < self._vocab_size for token_id in token_ids):
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             message = "The upstream's tokens are outside the vocabulary: model.path names another model."
             raise InferEngineError("engine_error", message)
         room = sequence.max_total - len(sequence.tokens)

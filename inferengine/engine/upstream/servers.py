@@ -66,7 +66,7 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.name = urlsplit(self.url).netloc.rpartition("@")[2]  # for logs and metrics: without a password
         self.is_up = False
-        self.down_reason = ""  # as the log has it
+        self.down_reasons: set[str] = set()  # that the log has
         self.num_in_flight = 0
         self.num_requests = 0
         self.num_failures = 0
@@ -108,6 +108,8 @@ class Servers:
         self._config = config.upstream
         self._tokenizer = tokenizer
         self._session: aiohttp.ClientSession | None = None
+        # Looks and probes keep no connection: uvicorn closes one after a 500 without saying so, under the next request.
+        self._looks: aiohttp.ClientSession | None = None
         self._changed = asyncio.Event()  # one is up that was not
         self._child = ChildProcess(self._config.command) if self._config.command else None
         self._looker: asyncio.Task[None] | None = None
@@ -129,6 +131,7 @@ class Servers:
             auto_decompress=False,
             skip_auto_headers=("Accept-Encoding",),
         )
+        self._looks = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=self._headers)
         end = time.monotonic() + self._config.start_timeout_s
         while True:
             report("waiting for the upstream", 0.0)
@@ -224,8 +227,9 @@ class Servers:
         """Close the connections and end the process."""
         if self._looker is not None:
             self._looker.cancel()
-        if self._session is not None:
-            await self._session.close()
+        for session in (self._session, self._looks):
+            if session is not None:
+                await session.close()
         if self._child is not None:
             await asyncio.to_thread(self._child.stop)
 
@@ -271,11 +275,12 @@ class Servers:
                 logger.info("upstream %s: %s, %s", server.name, server.model, _sentence(server.abilities))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
-            if reason != server.down_reason:  # each new one once
+            if reason not in server.down_reasons:  # each once
                 logger.warning("upstream %s is down: %s", server.name, reason)
-                server.down_reason = reason
+                server.down_reasons.add(reason)
             return
-        server.is_up, server.down_reason = True, ""
+        server.is_up = True
+        server.down_reasons.clear()
         self._changed.set()
 
     async def _describe(self, server: Server) -> None:
@@ -318,9 +323,10 @@ class Servers:
         raise ValueError(f"/v1/completions answers {status}")
 
     async def _get(self, url: str) -> Any:
-        if self._session is None:
+        if self._looks is None:
             raise RuntimeError("not started")
-        async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=LOOK_TIMEOUT_S)) as answer:
+        timeout = aiohttp.ClientTimeout(total=LOOK_TIMEOUT_S)
+        async with self._looks.get(url, timeout=timeout) as answer:
             content = await answer.read()
             if answer.status in (401, 403):
                 raise ConfigError("upstream.api_key_file", f"{urlsplit(url).hostname} refuses the key")
@@ -331,10 +337,11 @@ class Servers:
             return msgspec.json.decode(content)
 
     async def _post(self, server: Server, body: dict[str, Any]) -> tuple[int, Any]:
-        if self._session is None:
+        if self._looks is None:
             raise RuntimeError("not started")
         url = f"{server.url}/v1/completions"
-        async with self._session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=60.0)) as answer:
+        timeout = aiohttp.ClientTimeout(total=60.0)
+        async with self._looks.post(url, json=body, timeout=timeout) as answer:
             content = await answer.read()
             return answer.status, msgspec.json.decode(content) if answer.status == 200 else None
 
