@@ -10,6 +10,8 @@ all of it: the engine, the wire, the front end, their sockets.
 *Throughput*: our own HTTP front end with the embedded model computes, asked directly, directly for token ids as the
 relay asks, and through a second service, in turn. On a machine whose cores the model fills, the relay takes its
 processor time from the model: `--cores` gives the upstream a core of its own, and the relay and the client another.
+Beside it the processor time per token of the upstream (engine and front ends) and of the relay, in each way: it says
+the same on a machine that others use, where rates scatter.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -72,9 +74,37 @@ async def serve_clock(port: int) -> None:
     await asyncio.Event().wait()
 
 
+class Process(NamedTuple):
+    """A child process and where it answers."""
+
+    url: str
+    pid: int
+
+
+def processor_s(root: int) -> float:
+    """Seconds that a process and its descendants have computed."""
+    parents, ticks = {}, {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended meanwhile
+                continue
+            parents[int(folder.name)], ticks[int(folder.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+
+    def is_below(pid: int) -> bool:
+        while pid not in (0, root):
+            pid = parents.get(pid, 0)
+        return pid == root
+
+    return sum(ticks[pid] for pid in parents if is_below(pid)) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def process(command: list[str], folder: str, name: str, core: int | None = None, **environment: str) -> Iterator[Path]:
-    """A child process with a log, on one core where that is given; ended by SIGTERM."""
+def process(
+    command: list[str], folder: str, name: str, core: int | None = None, **environment: str
+) -> Iterator[tuple[Path, int]]:
+    """A child process on one core where that is given, ended by SIGTERM: its log and its number."""
     log = Path(folder) / f"{name}.log"
     runtime = Path(folder) / name
     runtime.mkdir(mode=0o700)
@@ -88,17 +118,17 @@ def process(command: list[str], folder: str, name: str, core: int | None = None,
             env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), **environment},
         )
     try:
-        yield log
+        yield log, child.pid
     finally:
         child.terminate()
         child.wait(60)
 
 
 @contextmanager
-def service(folder: str, name: str, *flags: str, core: int | None = None) -> Iterator[str]:
-    """`inferengine up`; its HTTP address."""
+def service(folder: str, name: str, *flags: str, core: int | None = None) -> Iterator[Process]:
+    """`inferengine up`, at its HTTP address."""
     command = ["inferengine.cli", "up", "--http.port", "0", "--ws.port", "0", *flags]
-    with process(command, folder, name, core) as log:
+    with process(command, folder, name, core) as (log, pid):
         end = time.monotonic() + START_S
         while not ((text := log.read_text()) and "Ready after" in text and "curl" in text):
             if time.monotonic() > end:
@@ -107,7 +137,7 @@ def service(folder: str, name: str, *flags: str, core: int | None = None) -> Ite
         found = re.search(r"HTTP\s+(http://\S+)", text)
         if found is None:
             raise LookupError(text)
-        yield found.group(1)
+        yield Process(found.group(1), pid)
 
 
 async def read(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[tuple[float, str]]:
@@ -149,18 +179,30 @@ async def measure_latency(urls: dict[str, str], streams: int, rounds: int) -> di
     return found
 
 
-async def measure_throughput(urls: dict[str, str], streams: int, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of each round of `tokens` for each stream, by way, the ways in turn."""
-    found: dict[str, list[float]] = {name: [] for name in urls}
+class Round(NamedTuple):
+    """A round's tokens per second, and microseconds of processor time per token of the upstream and of the relay."""
+
+    tokens_per_s: float
+    upstream_us: float
+    relay_us: float
+
+
+async def measure_throughput(
+    urls: dict[str, str], upstream: int, relay: int, *, streams: int, tokens: int, rounds: int
+) -> dict[str, list[Round]]:
+    """Each round of `tokens` for each stream, by way, the ways in turn. `upstream`, `relay`: the processes."""
+    found: dict[str, list[Round]] = {name: [] for name in urls}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         for number in range(rounds + 1):
             for name, url in urls.items():
-                begin = time.monotonic()
+                begin, before = time.monotonic(), [processor_s(pid) for pid in (upstream, relay)]
                 common = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": "ids" in name}
                 bodies = [{"prompt": PROMPTS[index % len(PROMPTS)], **common} for index in range(streams)]
                 await asyncio.gather(*(read(session, url, body) for body in bodies))
+                took_s, total = time.monotonic() - begin, streams * tokens
+                spent = [processor_s(pid) - earlier for pid, earlier in zip((upstream, relay), before, strict=True)]
                 if number:  # the first round warms both
-                    found[name].append(streams * tokens / (time.monotonic() - begin))
+                    found[name].append(Round(total / took_s, *(1e6 * seconds / total for seconds in spent)))
     return found
 
 
@@ -200,14 +242,15 @@ def main() -> None:
             process(command, folder, "clock", theirs, **clock),
             service(folder, "relay", *relaying, direct, core=ours) as relayed,
         ):
-            ways = {"direct": direct, "relayed": relayed}
+            ways = {"direct": direct, "relayed": relayed.url}
             latency = asyncio.run(measure_latency(ways, arguments.streams, arguments.rounds))
         with (
-            service(folder, "model", core=theirs) as direct,
-            service(folder, "relay2", *relaying, direct, core=ours) as relayed,
+            service(folder, "model", core=theirs) as model,
+            service(folder, "relay2", *relaying, model.url, core=ours) as relayed,
         ):
-            ways = {"direct": direct, "direct, token ids": direct, "relayed": relayed}
-            throughput = asyncio.run(measure_throughput(ways, arguments.streams, arguments.tokens, arguments.rounds))
+            ways = {"direct": model.url, "direct, token ids": model.url, "relayed": relayed.url}
+            load = {"streams": arguments.streams, "tokens": arguments.tokens, "rounds": arguments.rounds}
+            throughput = asyncio.run(measure_throughput(ways, model.pid, relayed.pid, **load))
     result: dict[str, Any] = {
         "benchmark": "upstream",
         "streams": arguments.streams,
@@ -219,7 +262,18 @@ def main() -> None:
             for name, values in latency.items()
         },
         "tokens_per_s": {
-            name: {"rounds": rates, "median": statistics.median(rates)} for name, rates in throughput.items()
+            name: {
+                "rounds": [each.tokens_per_s for each in rounds],
+                "median": statistics.median(each.tokens_per_s for each in rounds),
+            }
+            for name, rounds in throughput.items()
+        },
+        "processor_us_per_token": {
+            name: {
+                "upstream": round(statistics.median(each.upstream_us for each in rounds), 1),
+                "relay": round(statistics.median(each.relay_us for each in rounds), 1),
+            }
+            for name, rounds in throughput.items()
         },
     }
     for share in ("p50", "p99"):
