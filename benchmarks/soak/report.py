@@ -64,12 +64,17 @@ def result(run: dict[str, Any], samples: Samples) -> dict[str, Any]:
         },
         "lives": dict(Counter(name for name, _ in lives(samples))),
         "latency": latency_slopes(samples),
+        "longest": {name: next(one for one in judged if one["process"] == name) for name in _names(judged)},
         "processes": judged,
         "growing": growing,
         "verdict": "growing" if growing else "flat" if judged else "too short",
         "passed": not (growing or run["unexpected"] or run["unclean"]),
         "minutes": by_minutes(samples),
     }
+
+
+def _names(judged: list[dict[str, Any]]) -> list[str]:
+    return [name for name in NAMES if any(one["process"] == name for one in judged)]
 
 
 def by_minutes(samples: Samples) -> dict[str, list[Any]]:
