@@ -421,7 +421,9 @@ def what_is_missing(state: dict[str, Any]) -> str:
     if draining:
         parts.append(f"{draining} drain")
     if without_room:
-        remedy = "--surge 0 needs none" if outdated else "'ray status' shows what is free, --cpus asks for less"
+        remedy = "'ray status' shows what is free; " + (
+            "--surge 0 needs no more" if outdated else "--cpus asks for less"
+        )
         parts.append(f"{without_room} wait for room on a machine or for Ray ({remedy})")
     return ", ".join(parts)
 

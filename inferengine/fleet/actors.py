@@ -265,6 +265,7 @@ class DirectoryActor:
             try:
                 report = ray.get(reference)
             except ray.exceptions.ActorDiedError as error:
+                self._remove_group(number)
                 self._ledger.gone(number, why_it_died(error), now)
                 self._forget(number)
             except ray.exceptions.RayError:
@@ -304,10 +305,10 @@ class DirectoryActor:
         self._ledger.add(number, goal.revision, time.monotonic())
 
     def _remove_group(self, number: int) -> None:
-        if self._goal.spec.tensor_parallel > 1:
-            with contextlib.suppress(ValueError):  # there is none of that name
-                name = self._actor_name(number, self._ledger.engines[number].revision)
-                remove_placement_group(get_placement_group(name))
+        """Of an engine of an earlier revision too: that may have had one where those of now have none."""
+        with contextlib.suppress(ValueError):  # there is none of that name
+            name = self._actor_name(number, self._ledger.engines[number].revision)
+            remove_placement_group(get_placement_group(name))
 
     def _forget(self, number: int) -> None:
         for table in (self._handles, self._asked, self._due, self._copies):

@@ -69,7 +69,7 @@ def engine(state: str = "ready", *, revision: int = 1, pid: int = 7) -> dict[str
         ([engine()] * 2, 1, "2 of 2 engines are READY"),
         ([engine(), engine("starting")], 1, "1 of 2 engines are READY"),
         ([engine(), engine("starting", pid=0)], 1, "1 wait for room on a machine or for Ray ('ray status' shows"),
-        ([engine(), engine(), engine("starting", revision=2, pid=0)], 2, "--surge 0 needs none"),
+        ([engine(), engine(), engine("starting", revision=2, pid=0)], 2, "--surge 0 needs no more"),
         ([engine(), engine("draining"), engine(revision=2)], 2, "2 are still to be replaced, 1 drain"),
     ],
 )
