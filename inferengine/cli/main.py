@@ -69,6 +69,9 @@ COMMANDS = {
     "check": Entry("look for what keeps this configuration from working, with remedies", "check", "run"),
     "ping": Entry("ask the engine whether it is alive: for health checks", "check", "ping"),
     "simulate": Entry("the scheduler in virtual time: capacity, policies, fleets, without a device", "simulate", "run"),
+    "simulate fleet": Entry(
+        "policies of load balancing over a thousand engines, on four traces", "simulate_fleet", "fleet"
+    ),
     "simulate s1": Entry("a reference simulator's 1,000 requests and its 26 metrics", "simulate", "s1"),
     "plan-memory": Entry("what a model needs and what fits, from config.json alone", "plan_memory", "run", ("engine",)),
     "models": Entry(

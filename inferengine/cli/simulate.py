@@ -107,7 +107,7 @@ def run(arguments: Arguments) -> int:
         seed=values["seed"],
     )
     begin, begin_cpu = time.perf_counter(), time.process_time()
-    with _without_garbage_collection():
+    with without_garbage_collection():
         report = fleet.run()
     dashed = {name.replace("_", "-"): value for name, value in values.items()}
     report["simulation"] = {
@@ -169,7 +169,7 @@ def s1(arguments: Arguments) -> int:
     file, clock = values.pop("json"), values.pop("clock")
     written = output_file("--json", file) if file not in ("", "-") else None
     workload = reference_run.ReferenceWorkload(**values)
-    with _without_garbage_collection():
+    with without_garbage_collection():
         found = reference_run.run(workload, clock)
     if written is not None:
         write_result(written, found, seed=workload.seed)
@@ -178,7 +178,7 @@ def s1(arguments: Arguments) -> int:
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Switch the cyclic garbage collector off: a simulation makes no cycles, and it takes a tenth of the time."""
     enabled = gc.isenabled()
     gc.disable()

@@ -1,14 +1,19 @@
 """Which engine takes the next request. Pure: no sockets, no clock; loads are reported, chance is injected.
 
-EnginePool and the simulator's fleet use the same object, so results in virtual time hold for the service.
+EnginePool and the simulator's fleets use the same object, so results in virtual time hold for the service.
 
 - round_robin: one after the other, whatever they do.
 - power_of_two (Mitzenmacher, "The power of two choices in randomized load balancing", 2001): of two engines drawn at
   random the one with fewer waiting prompt tokens, then fewer requests.
-- prefix_affinity: equal beginnings go to the same engine, where their KV is cached. Rendezvous hashing (Thaler and
-  Ravishankar, "Using name-based mappings to increase hit rates", 1998): an engine that comes or goes moves only its own
-  share of the prefixes. With bounded loads (Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded
-  loads", 2018): no engine holds more than LOAD_FACTOR times the average; what is over goes to the next in its order.
+- prefix_affinity: the engine with the fewest prompt tokens to compute: those that wait there, and those of the prompt
+  that it does not have cached. Compared are the engines that lately got the
+  longest known beginning of this prompt (a conversation stays at its engine, a document at those that read it), and
+  two drawn at random. A token that is cached counts as COMPUTE_WEIGHT waiting ones: computing it again would take time
+  from all requests. A prompt with an unknown beginning is expected at its home, which every front end computes alike:
+  multi-probe consistent hashing (Appleton and O'Reilly, "Multi-probe consistent hashing", 2015) of its first tokens, so
+  that an engine that comes or goes moves only its own share. Bounded loads (Mirrokni, Thorup and Zadimoghaddam,
+  "Consistent hashing with bounded loads", 2018): an engine with more than LOAD_FACTOR times the average number of
+  requests gets none, unless it has less than LOAD_FLOOR.
 """
 
 from __future__ import annotations
@@ -16,13 +21,23 @@ from __future__ import annotations
 import hashlib
 import random
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-AFFINITY_TOKENS = 256  # leading prompt tokens that make the prefix key
-LOAD_FACTOR = 1.25  # an engine's most requests, as a multiple of the average
+AFFINITY_TOKENS = 256  # leading prompt tokens that decide an unknown prompt's home
+LOAD_FACTOR = 1.5  # an engine's most requests, as a multiple of the average
+LOAD_FLOOR = 4  # so many requests are no load to avoid
+NUM_PROBES = 21  # the fullest engine's share of unknown prompts is then about 1.05 times the average
+MAX_REPLICAS = 4  # engines that are remembered for one beginning
+COMPUTE_WEIGHT = 4.0  # waiting tokens that a cached one outweighs
+SHARE_MEMORY = 256  # requests over which the share of cached tokens is averaged
+REMEMBERED_BEGINNINGS = 1 << 18
+CHARACTERS_PER_TOKEN = 4
+# Where beginnings of prompts end, in tokens: closer together where a difference decides more.
+BOUNDARIES = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 256), *range(4096, 32_769, 1024))
 _MASK = (1 << 64) - 1
-_REMEMBERED_KEYS = 65_536
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: probes spread evenly
 
 
 class EngineLoads:
@@ -31,6 +46,7 @@ class EngineLoads:
     def __init__(self, names: Sequence[str]) -> None:
         self.keys = [_hash64(name.encode()) for name in names]
         self.waiting_tokens = [0] * len(names)
+        self.sent_tokens = [0] * len(names)  # of `waiting_tokens`, what was sent since the last STATUS
         self.num_requests = [0] * len(names)
         self.available = list(range(len(names)))  # ascending
         self._members = frozenset(self.available)
@@ -41,20 +57,23 @@ class EngineLoads:
         """Add an engine after the others. It is not available yet."""
         self.keys.append(_hash64(name.encode()))
         self.waiting_tokens.append(0)
+        self.sent_tokens.append(0)
         self.num_requests.append(0)
 
     def report(self, engine: int, waiting_tokens: int, num_requests: int) -> None:
         """Set an engine's load from its STATUS. What was sent before is included in it."""
-        if self._is_available(engine):
+        if self.is_available(engine):
             self.total_requests += num_requests - self.num_requests[engine]
         self.waiting_tokens[engine] = waiting_tokens
+        self.sent_tokens[engine] = 0
         self.num_requests[engine] = num_requests
 
-    def sent(self, engine: int, num_prompt: int) -> None:
-        """Add a request that was just sent; the next STATUS will include it."""
-        if self._is_available(engine):
+    def sent(self, engine: int, num_tokens: int) -> None:
+        """Add a request that was just sent, with so many prompt tokens to compute; the next STATUS will include it."""
+        if self.is_available(engine):
             self.total_requests += 1
-        self.waiting_tokens[engine] += num_prompt
+        self.waiting_tokens[engine] += num_tokens
+        self.sent_tokens[engine] += num_tokens
         self.num_requests[engine] += 1
 
     def set_available(self, engines: Collection[int]) -> None:
@@ -66,86 +85,156 @@ class EngineLoads:
             self.total_requests = sum(self.num_requests[engine] for engine in wanted)
             self.version += 1
 
-    def _is_available(self, engine: int) -> bool:
+    def is_available(self, engine: int) -> bool:
+        """Whether an engine takes new requests."""
         return engine in self._members
 
 
+class Prompt(NamedTuple):
+    """What a policy sees of a prompt: `keys[i]` is 64 bits of its first BOUNDARIES[i] tokens, `home` of its first
+    AFFINITY_TOKENS. Without keys where the policy wants none."""
+
+    num_tokens: int = 0
+    home: int = 0
+    keys: Sequence[int] = ()
+
+
+class Choice(NamedTuple):
+    """The chosen engine, and how many prompt tokens it is expected to compute."""
+
+    engine: int
+    num_new_tokens: int
+
+
 class Policy(Protocol):
-    """Chooses among `candidates`, which are not empty. `key` is the prefix key, 0 where the policy wants none."""
+    """Chooses among `candidates`, which are not empty."""
 
-    wants_key: bool
+    wants_keys: bool
 
-    def pick(self, loads: EngineLoads, candidates: Sequence[int], key: int) -> int:
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
         """Return the chosen one of `candidates`."""
 
 
 class RoundRobin:
     """One after the other."""
 
-    wants_key = False
+    wants_keys = False
 
     def __init__(self, generator: random.Random) -> None:
         self._next = generator.randrange(1 << 16)  # front ends must not all start with the same engine
 
-    def pick(self, loads: EngineLoads, candidates: Sequence[int], key: int) -> int:
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
         """Return the next candidate in turn."""
         self._next += 1
-        return candidates[self._next % len(candidates)]
+        return Choice(candidates[self._next % len(candidates)], prompt.num_tokens)
 
 
 class PowerOfTwo:
     """The less loaded of two drawn at random."""
 
-    wants_key = False
+    wants_keys = False
 
     def __init__(self, generator: random.Random) -> None:
         self._random = generator.random
 
-    def pick(self, loads: EngineLoads, candidates: Sequence[int], key: int) -> int:
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
         """Return the less loaded of two candidates drawn at random."""
-        count = len(candidates)
-        if count == 1:
-            return candidates[0]
-        first = int(self._random() * count)
-        second = int(self._random() * (count - 1))
-        second += second >= first  # a pair of different engines, each pair equally likely
-        one, other = candidates[first], candidates[second]
+        one, other = two_of(candidates, self._random)
         tokens, requests = loads.waiting_tokens, loads.num_requests
-        return one if (tokens[one], requests[one]) <= (tokens[other], requests[other]) else other
+        is_less = (tokens[one], requests[one]) <= (tokens[other], requests[other])
+        return Choice(one if is_less else other, prompt.num_tokens)
 
 
 class PrefixAffinity:
-    """The first engine in the prefix's own order that is below the load bound."""
+    """The engine where the fewest prompt tokens lie before the first token, within the load bound."""
 
-    wants_key = True
+    wants_keys = True
 
-    def __init__(self, generator: random.Random, load_factor: float = LOAD_FACTOR) -> None:
-        self._load_factor = load_factor
-        self._homes: dict[int, int] = {}
+    def __init__(self, generator: random.Random) -> None:
+        self._random = generator.random
+        self._engines: dict[int, tuple[int, ...]] = {}  # by key: who got this beginning, the last one first
+        self._new_share = 1.0  # part of a prompt's tokens that is computed, on average
+        self._ring: list[tuple[int, int]] = []  # (point, engine) of the available engines
         self._version = -1
 
-    def pick(self, loads: EngineLoads, candidates: Sequence[int], key: int) -> int:
-        """Return the first candidate below the load bound, in the prefix's own order."""
-        num_requests = loads.num_requests
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
+        """Return the best of the engines that know the prompt's beginning and of two others, and remember it."""
+        requests, waiting, sent = loads.num_requests, loads.waiting_tokens, loads.sent_tokens
+        over = 1.0 - self._new_share  # STATUS counts whole prompts, the cached part of which costs nothing
         is_all = candidates is loads.available
-        total = loads.total_requests if is_all else sum(num_requests[engine] for engine in candidates)
-        bound = self._load_factor * (total + 1) / len(candidates)
-        if is_all:
-            home = self._home(loads, key)
-            if num_requests[home] < bound:
-                return home
-        open_engines = [engine for engine in candidates if num_requests[engine] < bound]
-        return max(open_engines, key=lambda engine: mix(loads.keys[engine] ^ key))  # one is always below the average
+        total = loads.total_requests if is_all else sum(requests[engine] for engine in candidates)
+        bound = max(LOAD_FLOOR, LOAD_FACTOR * (total + 1) / len(candidates))
+        num_known, known = self._known(loads, prompt)
+        best = -1
+        least, fewest = 0.0, 0
+        for engine in known:
+            if requests[engine] < bound and (loads.is_available(engine) if is_all else engine in candidates):
+                tokens = waiting[engine] - over * (waiting[engine] - sent[engine]) - COMPUTE_WEIGHT * num_known
+                if best < 0 or (tokens, requests[engine]) < (least, fewest):
+                    best, least, fewest = engine, tokens, requests[engine]
+        num_cached = num_known if best >= 0 else 0
+        for engine in two_of(candidates, self._random):
+            tokens = waiting[engine] - over * (waiting[engine] - sent[engine])
+            if requests[engine] < bound and (best < 0 or (tokens, requests[engine]) < (least, fewest)):
+                best, least, fewest, num_cached = engine, tokens, requests[engine], 0
+        if best < 0:
+            best = min(candidates, key=requests.__getitem__)  # one is always below the average
+        self._remember(prompt.keys, best)
+        num_new = max(1, prompt.num_tokens - num_cached)
+        self._new_share += (num_new / max(1, prompt.num_tokens) - self._new_share) / SHARE_MEMORY
+        return Choice(best, num_new)
+
+    def _known(self, loads: EngineLoads, prompt: Prompt) -> tuple[int, tuple[int, ...]]:
+        """The length of the longest known beginning, and who got it; of an unknown prompt its home."""
+        engines = self._engines
+        for place in range(len(prompt.keys) - 1, -1, -1):
+            if (found := engines.get(prompt.keys[place])) is not None:
+                return BOUNDARIES[place], found
+        return min(AFFINITY_TOKENS, prompt.num_tokens), (self._home(loads, prompt.home),)
+
+    def _remember(self, keys: Sequence[int], engine: int) -> None:
+        """Remember the engine for the prompt's longest beginning, and for some before it: other prompts may share those
+        alone. Their distances double, so a prompt of any length takes a few entries."""
+        engines = self._engines
+        place, distance = len(keys) - 1, 1
+        while place >= 0:
+            key = keys[place]
+            found = engines.pop(key, ())
+            if not found or found[0] != engine:
+                found = (engine, *(other for other in found if other != engine))[:MAX_REPLICAS]
+            engines[key] = found  # now the youngest entry
+            place -= distance
+            distance *= 2
+        while len(engines) > REMEMBERED_BEGINNINGS:
+            del engines[next(iter(engines))]
 
     def _home(self, loads: EngineLoads, key: int) -> int:
-        if self._version != loads.version or len(self._homes) >= _REMEMBERED_KEYS:
-            self._homes.clear()
+        """The engine whose point on the ring follows one of the key's probes most closely."""
+        if self._version != loads.version:
+            self._ring = sorted((mix(loads.keys[engine]), engine) for engine in loads.available)
             self._version = loads.version
-        home = self._homes.get(key)
-        if home is None:
-            keys = loads.keys
-            home = self._homes[key] = max(loads.available, key=lambda engine: mix(keys[engine] ^ key))
+        ring = self._ring
+        home, nearest = ring[0][1], 1 << 64
+        for _ in range(NUM_PROBES):
+            key = key + _GOLDEN & _MASK
+            probe = mix(key)
+            place = bisect_left(ring, (probe,))
+            point, engine = ring[place] if place < len(ring) else ring[0]
+            distance = point - probe & _MASK
+            if distance < nearest:
+                home, nearest = engine, distance
         return home
+
+
+def two_of(candidates: Sequence[int], draw: Callable[[], float]) -> tuple[int, int]:
+    """Return two different ones drawn at random, each pair equally likely; the only one twice."""
+    count = len(candidates)
+    if count == 1:
+        return candidates[0], candidates[0]
+    first = int(draw() * count)
+    second = int(draw() * (count - 1))
+    second += second >= first
+    return candidates[first], candidates[second]
 
 
 POLICIES: dict[str, Callable[[random.Random], Policy]] = {
@@ -161,37 +250,64 @@ class LoadBalancer:
     def __init__(
         self,
         names: Sequence[str],
-        policy: str = "power_of_two",
+        policy: str | Policy = "power_of_two",
         *,
         generator: random.Random | None = None,
-        affinity_tokens: int = AFFINITY_TOKENS,
     ) -> None:
-        """`names` are the engines' stable names: affinity follows them over restarts and between front ends."""
+        """`names` are the engines' stable names: affinity follows them over restarts and between front ends. `policy`:
+        one of POLICIES, or one of the caller's own."""
         self.loads = EngineLoads(names)
-        self._policy = POLICIES[policy](generator or random.Random())
-        self._affinity_tokens = affinity_tokens
+        self._policy = POLICIES[policy](generator or random.Random()) if isinstance(policy, str) else policy
 
     def choose(
         self, prompt_ids: Sequence[int] | str | None = None, salt: bytes = b"", *, avoid: Collection[int] = ()
-    ) -> int | None:
+    ) -> Choice | None:
         """Return the engine for a request, or None where none is available. `avoid`: engines that refused it."""
+        tokens = prompt_ids or ()
+        wants_keys = self._policy.wants_keys and len(self.loads.available) > 1
+        return self.place(make_prompt(tokens, salt) if wants_keys else Prompt(_length(tokens)), avoid=avoid)
+
+    def place(self, prompt: Prompt, *, avoid: Collection[int] = ()) -> Choice | None:
+        """As `choose`, for a prompt whose keys are known."""
         candidates: Sequence[int] = self.loads.available
         if avoid:
             candidates = [engine for engine in candidates if engine not in avoid]
-        if not candidates:
-            return None
-        key = prefix_key(prompt_ids or (), salt, self._affinity_tokens) if self._policy.wants_key else 0
-        return self._policy.pick(self.loads, candidates, key)
+        return self._policy.pick(self.loads, candidates, prompt) if candidates else None
+
+
+def make_prompt(prompt: Sequence[int] | str, salt: bytes) -> Prompt:
+    """Return what a policy sees of a prompt and its cache salt."""
+    size = CHARACTERS_PER_TOKEN if isinstance(prompt, str) else 4
+    if isinstance(prompt, str):
+        data = prompt[: size * BOUNDARIES[-1]].encode()
+    else:
+        head = prompt[: BOUNDARIES[-1]]
+        data = (head if isinstance(head, array) else array("I", head)).tobytes()
+    begun = hashlib.blake2b(len(salt).to_bytes(4, "little") + salt, digest_size=8)
+    view, keys, start = memoryview(data), [], 0
+    for boundary in BOUNDARIES:
+        end = size * boundary
+        if end > len(data):
+            break
+        begun.update(view[start:end])
+        keys.append(int.from_bytes(begun.copy().digest(), "little"))
+        start = end
+    return Prompt(_length(prompt), prefix_key(prompt, salt), keys)
 
 
 def prefix_key(prompt: Sequence[int] | str, salt: bytes, num_tokens: int = AFFINITY_TOKENS) -> int:
-    """Return 64 bits of the beginning of a prompt and its cache salt. Text counts as four characters per token."""
+    """Return 64 bits of the beginning of a prompt and its cache salt."""
     if isinstance(prompt, str):
-        beginning = prompt[: 4 * num_tokens].encode()
+        beginning = prompt[: CHARACTERS_PER_TOKEN * num_tokens].encode()
     else:
         head = prompt[:num_tokens]
         beginning = (head if isinstance(head, array) else array("I", head)).tobytes()
     return _hash64(len(salt).to_bytes(4, "little") + salt + beginning)
+
+
+def _length(prompt: Sequence[int] | str) -> int:
+    """The tokens of a prompt; of text about."""
+    return -(-len(prompt) // CHARACTERS_PER_TOKEN) if isinstance(prompt, str) else len(prompt)
 
 
 def mix(value: int) -> int:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from inferengine.client.client import AsyncClient, Stream, Submission
 from inferengine.client.discovery import REFRESH_S as DISCOVERY_S
 from inferengine.client.discovery import EngineDiscovery
-from inferengine.client.load_balancing import LoadBalancer
+from inferengine.client.load_balancing import Choice, LoadBalancer
 from inferengine.client.requests import RESUME_WAIT_S, OpenRequest, engine_mismatch
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
@@ -273,10 +273,13 @@ class EnginePool:
         known = self._engine_of.get(request_id) if request_id is not None else None  # a known id goes to its engine
         prompt = _affinity_text(prompt_ids, arguments)
         salt = arguments.get("salt", b"")
-        engine = known if known is not None and known.client.connected else self._choose(prompt, salt)
+        if known is not None and known.client.connected:
+            engine, num_new_tokens = known, 0
+        else:
+            engine, num_new_tokens = self._choose(prompt, salt)
 
         def prepare(submission: Submission) -> None:
-            self._balancer.loads.sent(engine.index, len(prompt_ids) if prompt_ids is not None else 0)
+            self._balancer.loads.sent(engine.index, num_new_tokens)
             self._remember(submission.id, engine)
             pooled = _PooledRequest(submission, engine, prompt, salt)
             submission.request.failover = partial(self._failover, pooled)
@@ -313,32 +316,33 @@ class EnginePool:
 
     def choose(self, prompt: Sequence[int] | str = (), salt: bytes = b"") -> AsyncClient:
         """Return the engine for a request with this prompt. Raises engine_unavailable when none is connected."""
-        return self._choose(prompt, salt).client
+        return self._choose(prompt, salt)[0].client
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _choose(self, prompt: Sequence[int] | str, salt: bytes) -> _Engine:
-        index = self._pick(prompt, salt, ())
-        if index is not None:
-            return self._engines[index]
+    def _choose(self, prompt: Sequence[int] | str, salt: bytes) -> tuple[_Engine, int]:
+        """Return the engine for a request, and how many prompt tokens it is expected to compute."""
+        choice = self._pick(prompt, salt, ())
+        if choice is not None:
+            return self._engines[choice.engine], choice.num_new_tokens
         for engine in self._engines:
             if engine.is_named and engine.client.connected:
-                return engine  # it is starting or draining, and its REJECT says so
+                return engine, 0  # it is starting or draining, and its REJECT says so
         raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)
 
-    def _pick(self, prompt: Sequence[int] | str, salt: bytes, avoid: Sequence[int] | set[int]) -> int | None:
+    def _pick(self, prompt: Sequence[int] | str, salt: bytes, avoid: Sequence[int] | set[int]) -> Choice | None:
         now = asyncio.get_running_loop().time()
         if now - self._refreshed_s > REFRESH_S:
             self._refresh(now)
-        index = self._balancer.choose(prompt, salt, avoid=avoid)
-        if index is not None and not self._engines[index].client.ready:
+        choice = self._balancer.choose(prompt, salt, avoid=avoid)
+        if choice is not None and not self._engines[choice.engine].client.ready:
             self._refresh(now)
-            index = self._balancer.choose(prompt, salt, avoid=avoid)
-        if index is not None:
-            return index
+            choice = self._balancer.choose(prompt, salt, avoid=avoid)
+        if choice is not None:
+            return choice
         # None is healthy. One that is READY and seems frozen may only be slow.
         ready = (item.index for item in self._engines if item.is_named and item.client.ready)
-        return next((index for index in ready if index not in avoid), None)
+        return next((Choice(index, 0) for index in ready if index not in avoid), None)
 
     def _refresh(self, now: float) -> None:
         """Report the engines' new STATUS to the balancer."""
@@ -375,7 +379,8 @@ class EnginePool:
         while pooled.moves < MAX_MOVES:
             pooled.moves += 1
             self._refreshed_s = float("-inf")
-            index = self._pick(*pooled.arguments, pooled.refused_by)
+            choice = self._pick(*pooled.arguments, pooled.refused_by)
+            index = None if choice is None else choice.engine
             if index is None and error.code == "engine_restarted":
                 index = pooled.engine.index  # no other engine is there
             if index is None:
@@ -399,7 +404,8 @@ class EnginePool:
         for engine in self._engines:
             if engine.client.ready and engine_mismatch(request, engine.client.welcome) is not None:
                 unfit.add(engine.index)
-        while (index := self._pick(*pooled.arguments, unfit)) is not None:
+        while (choice := self._pick(*pooled.arguments, unfit)) is not None:
+            index = choice.engine
             target = self._engines[index].client
             if not target.ready or target.reads(request.id):
                 unfit.add(index)

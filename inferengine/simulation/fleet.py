@@ -2,7 +2,8 @@
 
 As in the service: an engine looks for new requests between its steps. STATUS reports its load to the balancer every
 250 ms; in between the balancer counts what it sent. A refused request is tried elsewhere. When an engine dies, requests
-without output move to another engine, and the others end with `engine_restarted`.
+without output move to another engine DETECTION_S later. Those with output go on elsewhere, with what they have put out,
+when the engine's lease is over or it is back; where no engine can take them then, they end with `engine_restarted`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 
 STATUS_INTERVAL_S = 0.25
 DETECTION_S = 1.0  # from an engine's death until clients send nothing there any more
+LEASE_S = 6.0  # from then until requests with output go on elsewhere: three of the wire's heartbeats
 MAX_ATTEMPTS = 3  # engines tried for one request after the first
 _GAUGE_STEPS = 64
 _PARAMS = SamplingParams(ignore_eos=True)
 
-_STEP, _ARRIVAL, _STATUS, _FAILURE, _DETECTION, _RETURN = range(6)
+_STEP, _ARRIVAL, _STATUS, _FAILURE, _DETECTION, _LEASE, _RETURN = range(7)
 
 
 class Failure(NamedTuple):
@@ -40,10 +42,17 @@ class Failure(NamedTuple):
     restart_s: float | None = None
 
 
+class _Interrupted(NamedTuple):
+    """What a request had when its engine died: tokens of output, and when the first came (from arrival)."""
+
+    num_output: int
+    first_token_s: float | None
+
+
 class _Host:
     """An engine with the requests on it."""
 
-    __slots__ = ("alive", "arrivals", "begun", "engine", "incarnation", "index", "intervals", "stranded")
+    __slots__ = ("alive", "arrivals", "begun", "engine", "incarnation", "index", "intervals", "lost", "stranded")
 
     def __init__(self, index: int, engine: VirtualEngine, intervals: TokenIntervals) -> None:
         self.index = index
@@ -54,6 +63,7 @@ class _Host:
         self.arrivals: dict[int, Arrival] = {}
         self.begun: set[int] = set()
         self.stranded: list[Arrival] = []  # not begun when the engine died, or sent to it since
+        self.lost: list[Arrival] = []  # begun when the engine died
 
 
 class Fleet:
@@ -69,15 +79,15 @@ class Fleet:
         failures: Sequence[Failure] = (),
         recorder: RunRecorder | None = None,
         seed: int = 0,
-        affinity_tokens: int = 256,
     ) -> None:
         self.recorder = recorder or RunRecorder()
         self.now = 0.0
         self._options = options
         self._workload = workload
         self.hosts = [_Host(index, VirtualEngine(options), self.recorder.intervals()) for index in range(num_engines)]
-        self.balancer = _make_balancer(num_engines, choice, seed, affinity_tokens) if num_engines > 1 else None
+        self.balancer = _make_balancer(num_engines, choice, seed) if num_engines > 1 else None
         self._is_available = [True] * num_engines
+        self._interrupted: dict[int, _Interrupted] = {}  # by uid
         self._events: list[tuple[float, int, int, Any]] = []
         self._sequence = 0
         self._status_planned = False
@@ -101,6 +111,7 @@ class Fleet:
             _STATUS: self._on_status,
             _FAILURE: self._on_failure,
             _DETECTION: self._on_detection,
+            _LEASE: self._on_lease,
             _RETURN: self._on_return,
         }
         arrivals = self._workload.arrivals()
@@ -166,13 +177,23 @@ class Fleet:
             self._num_stepping -= 1
         self._count(host.engine)
         self._totals["failures"] += 1
+        sequences = host.engine.scheduler.sequences
         for uid, arrival in host.arrivals.items():
-            if uid in host.begun:
-                self.recorder.refused("engine_restarted")
-            else:
+            if uid not in host.begun:
                 host.stranded.append(arrival)
+                continue
+            sequence = sequences.get(uid)
+            before = self._interrupted.get(uid)
+            # The output of a step that was under way is lost with the engine; it holds one token of each.
+            num_output = arrival.num_output if sequence is None else sequence.num_output
+            begun_s = before.first_token_s if before is not None else None
+            if begun_s is None and sequence is not None and sequence.first_token_s is not None:
+                begun_s = sequence.first_token_s - arrival.arrival_s
+            self._interrupted[uid] = _Interrupted(max(1, num_output - 1), begun_s)
+            host.lost.append(arrival)
         host.arrivals, host.begun = {}, set()
         self._plan(self.now + DETECTION_S, _DETECTION, host)
+        self._plan(self.now + LEASE_S, _LEASE, (host, host.incarnation))
         if failure.restart_s is not None:
             self._plan(self.now + failure.restart_s, _RETURN, host)
 
@@ -182,6 +203,11 @@ class Fleet:
         for arrival in stranded:
             self.recorder.num_moved += 1
             self._dispatch(arrival, ())
+
+    def _on_lease(self, payload: tuple[_Host, int]) -> None:
+        host, incarnation = payload
+        if incarnation == host.incarnation:
+            self._resume_lost(host)
 
     def _on_return(self, host: _Host) -> None:
         host.alive = True
@@ -194,21 +220,31 @@ class Fleet:
         for arrival in stranded:
             self.recorder.num_moved += 1
             self._dispatch(arrival, ())
+        self._resume_lost(host)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _resume_lost(self, host: _Host) -> None:
+        """Let requests go on with the output that they have."""
+        lost, host.lost = host.lost, []
+        for arrival in lost:
+            self.recorder.num_moved += 1
+            self._dispatch(arrival, ())
+
     def _dispatch(self, arrival: Arrival, refused_by: tuple[int, ...]) -> None:
         """Send a request to the engine that the balancer names; when that refuses, to another one."""
-        code = "engine_unavailable"
+        code = "engine_unavailable" if arrival.uid not in self._interrupted else "engine_restarted"
         while len(refused_by) <= MAX_ATTEMPTS:
-            index: int | None = 0
+            index = 0
             if self.balancer is not None:
-                index = self.balancer.choose(arrival.prompt_ids, arrival.salt, avoid=refused_by)
-            if index is None or index in refused_by:
+                choice = self.balancer.choose(arrival.prompt_ids, arrival.salt, avoid=refused_by)
+                if choice is None:
+                    break
+                index = choice.engine
+                self.balancer.loads.sent(index, choice.num_new_tokens)
+            if index in refused_by:
                 break
             host = self.hosts[index]
-            if self.balancer is not None:
-                self.balancer.loads.sent(index, len(arrival.prompt_ids))
             if not host.alive:
                 if not self._is_available[index]:
                     break
@@ -259,6 +295,8 @@ class Fleet:
     def _finish(self, host: _Host, row: Finished) -> None:
         arrival = host.arrivals.pop(row.uid)
         host.begun.discard(row.uid)
+        if (interrupted := self._interrupted.pop(row.uid, None)) is not None and interrupted.first_token_s is not None:
+            row = row._replace(first_token_s=interrupted.first_token_s)
         self.recorder.finished(row)
         self._follow_up(arrival)
 
@@ -268,6 +306,7 @@ class Fleet:
             self._plan(following.arrival_s, _ARRIVAL, following)
 
     def _request(self, arrival: Arrival) -> Request:
+        interrupted = self._interrupted.get(arrival.uid)
         return Request(
             uid=arrival.uid,
             prompt_ids=arrival.prompt_ids,
@@ -279,6 +318,7 @@ class Fleet:
             cache_salt=arrival.salt,
             arrival_s=arrival.arrival_s,
             deadline_s=None if arrival.deadline_s is None else arrival.arrival_s + arrival.deadline_s,
+            emitted_ids=() if interrupted is None else [arrival.seed] * interrupted.num_output,
         )
 
     def _tell_available(self) -> None:
@@ -320,12 +360,12 @@ class Fleet:
         totals["evictions"] += kv.num_evictions
 
 
-def _make_balancer(num_engines: int, choice: str, seed: int, affinity_tokens: int) -> LoadBalancer:
+def _make_balancer(num_engines: int, choice: str, seed: int) -> LoadBalancer:
     # One engine needs no choice, and then nothing of the client is loaded: calibration runs where there is no pyzmq.
     from inferengine.client.load_balancing import LoadBalancer
 
     names = [f"engine-{index}" for index in range(num_engines)]
-    return LoadBalancer(names, choice, generator=random.Random(seed), affinity_tokens=affinity_tokens)
+    return LoadBalancer(names, choice, generator=random.Random(seed))
 
 
 _TOTALS = (

@@ -1,0 +1,289 @@
+"""LightFleet: up to thousands of light engines behind the clients' balancer, in virtual time.
+
+As in the service: each front end has a balancer of its own, STATUS reports the engines' loads to all of them every
+250 ms, and in between a balancer counts what it sent. When an engine dies, its requests without output go elsewhere
+DETECTION_S later; those with output, with what they have put out, when the engine's lease is over or it is back.
+
+`choice="ideal"` is what policies are measured against: each request goes to the engine with the fewest open requests
+(then the fewest tokens in their prompts), known exactly and at once, and whatever any engine has begun to compute is
+cached at all of them for good. No engine of it dies.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from inferengine.client.load_balancing import LoadBalancer
+from inferengine.simulation.fleet import DETECTION_S, LEASE_S, STATUS_INTERVAL_S, Failure
+from inferengine.simulation.light_engine import LightEngine, PartCache, Run, SharedCache, StepEnd
+from inferengine.simulation.policies import COMPARED, CacheAware
+from inferengine.simulation.report import percentile
+from inferengine.simulation.traces import Trace, TraceRequest
+from inferengine.simulation.virtual_engine import EngineOptions
+
+IDEAL = "ideal"
+CHOICES = (*COMPARED, IDEAL)
+_ARRIVAL, _STEP, _STATUS, _FAILURE, _DETECTION, _LEASE, _RETURN = range(7)
+
+
+class Record(NamedTuple):
+    """One request that has ended."""
+
+    arrival_s: float
+    first_token_s: float  # from arrival
+    token_s: float  # mean per further token
+    total_s: float
+    is_good: bool
+    is_interrupted: bool  # its engine died while it ran there
+
+
+class _Host:
+    """An engine with its incarnation: what was planned for an earlier one is void."""
+
+    __slots__ = ("engine", "incarnation", "index", "is_alive", "lost")
+
+    def __init__(self, index: int, engine: LightEngine) -> None:
+        self.index = index
+        self.engine = engine
+        self.incarnation = 0
+        self.is_alive = True
+        self.lost: list[Run] = []  # with output when it died, and waiting for its lease
+
+
+class LightFleet:
+    """Runs one trace to its end."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        trace: Trace,
+        *,
+        num_engines: int,
+        choice: str = "prefix_affinity",
+        num_front_ends: int = 1,
+        failures: Sequence[Failure] = (),
+        seed: int = 0,
+    ) -> None:
+        self.records: list[Record] = []
+        self.num_submitted = 0
+        self.now = 0.0
+        self._options = options
+        self._trace = trace
+        self._known: set[int] | None = set() if choice == IDEAL else None
+        self.hosts = [_Host(index, self._make_engine()) for index in range(num_engines)]
+        names = [f"engine-{index}" for index in range(num_engines)]
+        self._policies = [
+            COMPARED["power_of_two" if choice == IDEAL else choice](random.Random(seed << 8 | number))
+            for number in range(num_front_ends)
+        ]
+        self.balancers = [LoadBalancer(names, policy) for policy in self._policies]
+        self._router_of: dict[int, CacheAware] = {}  # by uid: whose open request it is
+        self._open = [0.0] * num_engines  # the ideal's exact loads
+        self._events: list[tuple[float, int, int, Any]] = []
+        self._sequence = 0
+        self._num_planned = 0  # turns that are still to arrive
+        self._unplaced: list[Run] = []
+        for failure in failures:
+            self._plan(failure.time_s, _FAILURE, failure)
+
+    def run(self) -> None:
+        """Run from the first arrival to the last end."""
+        arrivals = self._trace.arrivals()
+        arrival = next(arrivals, None)
+        events = self._events
+        self._plan(STATUS_INTERVAL_S, _STATUS, None)
+        handlers = (
+            self._on_turn, self._on_step, self._on_status, self._on_failure, self._on_detection, self._on_lease,
+            self._on_return,
+        )  # fmt: skip
+        while arrival is not None or len(self.records) < self.num_submitted or self._num_planned:
+            if arrival is not None and arrival.arrival_s <= events[0][0]:
+                self.now = arrival.arrival_s
+                self._on_arrival(arrival)
+                arrival = next(arrivals, None)
+                continue
+            self.now, _, kind, payload = heapq.heappop(events)
+            handlers[kind](payload)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _on_arrival(self, request: TraceRequest) -> None:
+        self.num_submitted += 1
+        self._dispatch(Run(request))
+
+    def _on_turn(self, request: TraceRequest) -> None:
+        self._num_planned -= 1
+        self._on_arrival(request)
+
+    def _on_step(self, payload: tuple[_Host, int, int]) -> None:
+        host, incarnation, version = payload
+        if incarnation != host.incarnation or version != host.engine.version:
+            return
+        engine = host.engine
+        self._follow(host, engine.step_end(self.now))
+        if engine.ended:
+            ended, engine.ended = engine.ended, []
+            for run in ended:
+                self._ended(host, run)
+
+    def _on_status(self, payload: None) -> None:
+        for balancer in self.balancers:
+            report = balancer.loads.report
+            for host in self.hosts:
+                if host.is_alive:
+                    report(host.index, host.engine.waiting_tokens, host.engine.num_requests)
+        self._plan(self.now + STATUS_INTERVAL_S, _STATUS, None)
+
+    def _on_failure(self, failure: Failure) -> None:
+        host = self.hosts[failure.engine]
+        if not host.is_alive:
+            return
+        host.is_alive = False
+        host.incarnation += 1
+        runs = host.engine.all_runs()
+        num_steps = host.engine.num_steps
+        host.engine = self._make_engine()
+        stranded = []
+        for run in sorted(runs, key=lambda item: item.request.uid):
+            self._left(host, run)
+            if run.first_token_s < 0:
+                stranded.append(run)
+            else:
+                run.resume_after(num_steps)
+                host.lost.append(run)
+        self._plan(self.now + DETECTION_S, _DETECTION, (host, host.incarnation, stranded))
+        self._plan(self.now + LEASE_S, _LEASE, (host, host.incarnation))
+        if failure.restart_s is not None:
+            self._plan(self.now + failure.restart_s, _RETURN, host)
+
+    def _on_detection(self, payload: tuple[_Host, int, list[Run]]) -> None:
+        _, _, stranded = payload
+        self._tell_available()
+        for run in stranded:
+            self._dispatch(run)
+
+    def _on_lease(self, payload: tuple[_Host, int]) -> None:
+        host, incarnation = payload
+        if incarnation == host.incarnation:
+            self._resume(host)
+
+    def _on_return(self, host: _Host) -> None:
+        host.is_alive = True
+        host.incarnation += 1
+        for balancer in self.balancers:
+            balancer.loads.report(host.index, 0, 0)
+        self._tell_available()
+        self._resume(host)
+        unplaced, self._unplaced = self._unplaced, []
+        for run in unplaced:
+            self._dispatch(run)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _make_engine(self) -> LightEngine:
+        capacity = self._options.capacity
+        num_tokens = capacity.groups[0].num_blocks * capacity.block_size
+        cache = PartCache(num_tokens) if self._known is None else SharedCache(num_tokens, self._known)
+        return LightEngine(self._options, cache)
+
+    def _dispatch(self, run: Run) -> None:
+        prompt = run.request.prompt
+        if self._known is not None:
+            index = self._open.index(min(self._open))
+            self._open[index] += 1.0 + 1e-6 * prompt.num_tokens
+        else:
+            number = run.request.uid % len(self.balancers)  # any front end may get any turn
+            balancer = self.balancers[number]
+            chosen = balancer.place(prompt)
+            if chosen is None:
+                self._unplaced.append(run)
+                return
+            index = chosen.engine
+            balancer.loads.sent(index, chosen.num_new_tokens)
+            policy = self._policies[number]
+            if isinstance(policy, CacheAware):
+                self._router_of[run.request.uid] = policy
+        host = self.hosts[index]
+        if not host.is_alive:  # not noticed yet
+            self._left(host, run)
+            self._plan(self.now + DETECTION_S, _DETECTION, (host, host.incarnation, [run]))
+            return
+        self._follow(host, host.engine.submit(run, self.now))
+
+    def _follow(self, host: _Host, end: StepEnd | None) -> None:
+        if end is not None:
+            self._plan(end.time_s, _STEP, (host, host.incarnation, end.version))
+
+    def _left(self, host: _Host, run: Run) -> None:
+        """A request is not at this engine any more."""
+        if self._known is not None:
+            self._open[host.index] -= 1.0 + 1e-6 * run.request.prompt.num_tokens
+        elif (router := self._router_of.pop(run.request.uid, None)) is not None:
+            router.ended(host.index)
+
+    def _ended(self, host: _Host, run: Run) -> None:
+        self._left(host, run)
+        request, objective = run.request, self._trace.kind.objective
+        first_token_s = run.first_token_s - request.arrival_s
+        further = request.num_output - 1
+        token_s = (self.now - run.first_token_s) / further if further else 0.0
+        is_good = first_token_s <= objective.first_token_s and token_s <= objective.token_s
+        self.records.append(
+            Record(request.arrival_s, first_token_s, token_s, self.now - request.arrival_s, is_good, run.is_interrupted)
+        )
+        following = self._trace.follow_up(request, self.now)
+        if following is not None:
+            self._num_planned += 1
+            self._plan(following.arrival_s, _ARRIVAL, following)
+
+    def _resume(self, host: _Host) -> None:
+        lost, host.lost = host.lost, []
+        for run in lost:
+            self._dispatch(run)
+
+    def _tell_available(self) -> None:
+        alive = [host.index for host in self.hosts if host.is_alive]
+        for balancer in self.balancers:
+            balancer.loads.set_available(alive)
+
+    def _plan(self, time_s: float, kind: int, payload: Any) -> None:
+        self._sequence += 1
+        heapq.heappush(self._events, (time_s, self._sequence, kind, payload))
+
+
+def deaths(
+    num_engines: int, duration_s: float, *, share_per_minute: float, restart_s: float, seed: int
+) -> list[Failure]:
+    """Return deaths evenly spread over the run, of engines drawn at random."""
+    generator = random.Random(seed)
+    count = round(num_engines * share_per_minute * duration_s / 60.0)
+    return [
+        Failure((number + 0.5) * duration_s / count, generator.randrange(num_engines), restart_s)
+        for number in range(count)
+    ]
+
+
+def summary(fleet: LightFleet, *, begin_s: float) -> dict[str, Any]:
+    """Return the figures of the requests that arrived from `begin_s` on."""
+    records = [record for record in fleet.records if record.arrival_s >= begin_s]
+    engines = [host.engine for host in fleet.hosts]
+    prompts = sum(engine.num_prompt_tokens for engine in engines)
+    first, total = (sorted(getattr(record, name) for record in records) for name in ("first_token_s", "total_s"))
+    token = sorted(record.token_s for record in records)
+    good = sum(record.is_good for record in records)
+    return {
+        "requests": len(records),
+        "ended": len(fleet.records),
+        "submitted": fleet.num_submitted,
+        "good": good,
+        "good_share": round(good / max(1, len(records)), 5),
+        "interrupted": sum(record.is_interrupted for record in records),
+        "hit_rate": round(sum(engine.num_hit_tokens for engine in engines) / max(1, prompts), 4),
+        "busy": round(sum(engine.busy_s for engine in engines) / (len(engines) * max(fleet.now, 1e-9)), 4),
+        "first_token_ms": {f"p{100 * q:g}": round(1e3 * percentile(first, q), 1) for q in (0.5, 0.9, 0.99)},
+        "token_ms": {f"p{100 * q:g}": round(1e3 * percentile(token, q), 2) for q in (0.5, 0.9, 0.99)},
+        "total_ms": {f"p{100 * q:g}": round(1e3 * percentile(total, q), 1) for q in (0.5, 0.9, 0.99)},
+    }
