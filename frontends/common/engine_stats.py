@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from inferengine.client import AsyncClient, EnginePool
+from inferengine.client.circuit_breaker import CircuitState
 from inferengine.errors import InferEngineError
 from inferengine.observability.prometheus import render
 from inferengine.process.workers import WorkerCells
@@ -39,7 +40,15 @@ MEANS = {  # and what beside them weighs them; empty: nothing
     "average_batch_size": "decode_steps",
 }
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0)
-NUM_CELLS = len(BUCKETS_S) + 2  # of ResumeCells: buckets, +Inf, sum
+NUM_BUCKET_CELLS = len(BUCKETS_S) + 2  # buckets, +Inf, sum
+BALANCING = {  # by the pool's event: the counter's name and help
+    "moved": ("inferengine_moved_requests", "Requests that went to another engine, or again to their own."),
+    "hedged": ("inferengine_hedged_requests", "Requests that got a second run at another engine."),
+    "hedge_won": ("inferengine_hedges_won", "Second runs that had output first."),
+    "circuit_opened": ("inferengine_circuits_opened", "Times that an engine failed so often that it got no requests."),
+}
+NUM_CELLS = NUM_BUCKET_CELLS + len(BALANCING)  # of ResumeCells
+CIRCUIT_LEVELS = {CircuitState.CLOSED: 0, CircuitState.HALF_OPEN: 1, CircuitState.OPEN: 2}
 
 
 async def engine_figures(engines: EnginePool) -> list[dict[str, Any]]:
@@ -106,7 +115,12 @@ async def metrics_text(engines: EnginePool, *collectors: Collector) -> bytes:
     figures = await engine_figures(engines)
     up = Gauge("inferengine_engines_connected", "Engines that this front end is connected to.", registry=None)
     up.set(sum(client.connected for client in engines.clients))
-    return render([one for one in figures if "engine" in one], up, *collectors)
+    circuits = Gauge(
+        "inferengine_engine_circuit", "0: closed, 1: half-open, 2: open (few probes).", ["address"], registry=None
+    )
+    for health in engines.health():
+        circuits.labels(health.address).set(CIRCUIT_LEVELS[health.circuit])
+    return render([one for one in figures if "engine" in one], up, circuits, *collectors)
 
 
 async def _figures_of(client: AsyncClient) -> dict[str, Any]:
@@ -125,7 +139,8 @@ async def _figures_of(client: AsyncClient) -> dict[str, Any]:
 
 
 class ResumeCells:
-    """Counts requests that continued after their engine was lost, in NUM_CELLS of `cells` from `start` on."""
+    """Counts requests that continued after their engine was lost, and the pool's events, in NUM_CELLS of `cells` from
+    `start` on."""
 
     def __init__(self, cells: WorkerCells, start: int) -> None:
         self._cells = cells
@@ -135,11 +150,15 @@ class ResumeCells:
         """Count a request that continued `pause_s` after its engine was lost."""
         own, start = self._cells.own, self._start
         own[start + bisect.bisect_left(BUCKETS_S, pause_s)] += 1
-        own[start + NUM_CELLS - 1] += pause_s
+        own[start + NUM_BUCKET_CELLS - 1] += pause_s
+
+    def count(self, event: str) -> None:
+        """Count one of the pool's events."""
+        self._cells.own[self._start + NUM_BUCKET_CELLS + list(BALANCING).index(event)] += 1
 
     def collect(self) -> Iterable[Metric]:
         """Yield the sums over all workers, for prometheus-client."""
-        total = [self._cells.total(self._start + place) for place in range(NUM_CELLS)]
+        total = [self._cells.total(self._start + place) for place in range(NUM_BUCKET_CELLS)]
         running, buckets = 0.0, []
         for bound, count in zip((*BUCKETS_S, "+Inf"), total[:-1], strict=True):
             running += count
@@ -148,3 +167,5 @@ class ResumeCells:
         yield CounterMetricFamily("inferengine_resumed_requests", text, value=running)
         text = "From an engine's loss until an engine had taken the request again."
         yield HistogramMetricFamily("inferengine_resume_pause_seconds", text, buckets=buckets, sum_value=total[-1])
+        for place, (name, text) in enumerate(BALANCING.values(), self._start + NUM_BUCKET_CELLS):
+            yield CounterMetricFamily(name, text, value=self._cells.total(place))

@@ -125,9 +125,11 @@ def make_service(
         curve=client_keys(config),
         resume_wait_s=config.wire.resume_wait_s,
         discovery_s=config.wire.discovery_s,
+        hedge_share=config.wire.hedge_share,
     )
     metrics = metrics or make_metrics()
     engines.on_resumed = metrics.resumed.observe
+    engines.on_event = metrics.resumed.count
     tracing = tracing or make_tracing(config.trace, "inferengine-http")
     keys = keys or read_keys(config.auth.keys_file)
     return HttpState(config, engines, metrics, keys, quotas or make_quotas(config, keys), responses_path, tracing)

@@ -86,9 +86,11 @@ class WebsocketFrontEnd:
             curve=client_keys(config),
             resume_wait_s=config.wire.resume_wait_s,
             discovery_s=config.wire.discovery_s,
+            hedge_share=config.wire.hedge_share,
         )
         self.keys, quotas, self._metrics = shared
         self._engine.on_resumed = self._metrics.resumed.observe
+        self._engine.on_event = self._metrics.resumed.count
         models = ModelContext(self._engine)
         registry = Registry(self._engine, config.wire.resume_ttl_s)
         self._tracing = tracing or make_tracing(config.trace, "inferengine-ws")

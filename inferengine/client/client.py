@@ -304,6 +304,16 @@ class AsyncClient:
             self._session.release(submission.request)
             self.send()
 
+    def hedge(self, request: OpenRequest) -> OpenRequest:
+        """Run another engine's request here as well; `send` sends it. Raises engine_unavailable or conflict."""
+        return self._open_session().hedge(request)
+
+    def end_hedge(self, hedge: OpenRequest) -> None:
+        """Forget a hedge, and have the engine cancel it."""
+        if self._session is not None:
+            self._session.release(hedge)
+            self.send()
+
     def cancel_request(self, request_id: bytes) -> None:
         """Cancel a request by its id, whoever submitted it. Fire and forget."""
         self._open_session().cancel_request(request_id)
@@ -332,6 +342,10 @@ class AsyncClient:
         """Stop reading a request. It ends unless another peer reads it."""
         if self._session is not None:
             self._session.leave(request)
+
+    def take_over(self, hedge: OpenRequest, request: OpenRequest) -> None:
+        """Let a request go on as its hedge here."""
+        self._open_session().requests.take_over(hedge, request)
 
     def adopt_request(self, request: OpenRequest) -> None:
         """Submit a request that another connection had. Raises engine_unavailable or conflict."""
@@ -438,6 +452,7 @@ class Stream:
     def __init__(self, client: AsyncClient, collector: OutputCollector) -> None:
         self._client = client
         self._collector = collector
+        self._on_first: Callable[[Delta], None] | None = None
 
     def __aiter__(self) -> Stream:
         return self
@@ -450,7 +465,7 @@ class Stream:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             collector.on_output = partial(_wake, waiter)
             await waiter
-        return collector.take()
+        return self.take()
 
     def on_output(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when there is something to take; at once if there is. For readers without a task, who
@@ -462,7 +477,11 @@ class Stream:
 
     def take(self) -> Delta:
         """Return all new output without waiting. Only after the callback of `on_output`."""
-        return self._collector.take()
+        delta = self._collector.take()
+        if self._on_first is not None:
+            callback, self._on_first = self._on_first, None
+            callback(delta)
+        return delta
 
     @property
     def num_tokens(self) -> int:
@@ -539,10 +558,22 @@ class Submission:
         """Move to another engine, with the same id and streams. Raises engine_unavailable or conflict, and then nothing
         has changed."""
         client.adopt_request(self._request)
+        self._use(client)
+        client.send()
+
+    def go_on_as(self, hedge: OpenRequest, client: AsyncClient) -> None:
+        """Go on as the second run of this request, at `client`'s engine. The first one has been released."""
+        client.take_over(hedge, self._request)
+        self._use(client)
+
+    def on_first(self, callback: Callable[[Delta], None]) -> None:
+        """Call `callback` once, with the first output or the end that the reader of the first choice takes."""
+        self.streams[0]._on_first = callback
+
+    def _use(self, client: AsyncClient) -> None:
         self._client = client
         for stream in self.streams:
             stream._client = client
-        client.send()
 
     async def __aenter__(self) -> Submission:
         return self

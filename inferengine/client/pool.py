@@ -9,6 +9,12 @@ or is gone. One with output moves, with the output so far, when its engine is lo
 a lease, or says that it gives up. Where no other engine can take it, it waits for its own. A connection that breaks for
 less than FAILOVER_S changes nothing: the session resumes.
 
+An engine whose requests fail again and again gets a few probes only, until it recovers (circuit_breaker.py); where no
+other engine is left it is asked all the same. With `hedge_share`, a request that produces nothing for too long gets a
+second run at an idle engine (hedging.py). The run with the first output goes on as the request and the other one is
+cancelled. Its reader sees one stream with one end, and the usage of that run. Only requests with one choice that nobody
+else can read (not detached, no id of the caller's) are hedged.
+
 The engines may come and go (discovery.py). One that is no longer named takes no new request, finishes what it has, and
 is then forgotten. Where it is not connected either, it is lost: its requests move without waiting for a lease.
 """
@@ -17,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,11 +31,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from inferengine.client.circuit_breaker import CircuitBreaker, CircuitState
 from inferengine.client.client import AsyncClient, Stream, Submission
 from inferengine.client.discovery import REFRESH_S as DISCOVERY_S
 from inferengine.client.discovery import EngineDiscovery
+from inferengine.client.hedging import HedgeBudget
 from inferengine.client.load_balancing import Choice, LoadBalancer
-from inferengine.client.requests import RESUME_WAIT_S, OpenRequest, engine_mismatch
+from inferengine.client.requests import RESUME_WAIT_S, Delta, OpenRequest, engine_mismatch, error_of
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire.curve import ClientKeys
@@ -42,6 +51,10 @@ MAX_MOVES = 3
 REMEMBERED_REQUESTS = 65_536
 _MOVABLE = {"overloaded", "draining", "engine_unavailable", "engine_restarted"}
 _LOST = {"engine_unavailable", "engine_restarted"}
+_FAILURES = {"engine_unavailable", "engine_restarted", "engine_stalled", "engine_error"}  # of the engine's doing
+EVENTS = ("moved", "hedged", "hedge_won", "circuit_opened")  # what `on_event` is told
+
+logger = logging.getLogger(__name__)
 
 
 class EngineHealth(NamedTuple):
@@ -52,6 +65,7 @@ class EngineHealth(NamedTuple):
     state: str | None
     loop_age_ms: float | None
     status: dict[str, Any] | None
+    circuit: CircuitState = CircuitState.CLOSED
 
 
 class _Engine:
@@ -60,6 +74,7 @@ class _Engine:
     def __init__(self, index: int, client: AsyncClient) -> None:
         self.index = index
         self.client = client
+        self.circuit = CircuitBreaker()
         self.reported_s: float | None = None  # when the STATUS came that the balancer has
         self.spacing_s = 0.0  # between the last two STATUS
         self.away_since_s: float | None = None
@@ -78,14 +93,37 @@ class _Engine:
 class _PooledRequest:
     """A submission that can move: without output yet, or with its engine lost."""
 
-    __slots__ = ("arguments", "engine", "moves", "refused_by", "submission")
+    __slots__ = (
+        "arguments",
+        "engine",
+        "hedge",
+        "moves",
+        "num_prompt",
+        "refused_by",
+        "submission",
+        "submitted_s",
+        "timer",
+    )
 
-    def __init__(self, submission: Submission, engine: _Engine, prompt: Sequence[int] | str, salt: bytes) -> None:
+    def __init__(
+        self, submission: Submission, engine: _Engine, prompt: Sequence[int] | str, salt: bytes, now: float
+    ) -> None:
         self.submission = submission
         self.engine = engine
         self.arguments = (prompt, salt)
+        self.num_prompt = len(prompt)
+        self.submitted_s = now
         self.refused_by: set[int] = set()
         self.moves = 0
+        self.timer: asyncio.TimerHandle | None = None  # until it may be hedged
+        self.hedge: _Hedge | None = None
+
+
+class _Hedge(NamedTuple):
+    """The second run of a request."""
+
+    engine: _Engine
+    request: OpenRequest
 
 
 class EnginePool:
@@ -103,15 +141,19 @@ class EnginePool:
         curve: ClientKeys | None = None,
         resume_wait_s: float = RESUME_WAIT_S,
         discovery_s: float = DISCOVERY_S,
+        hedge_share: float = 0.0,
     ) -> None:
         """`addresses`: of the engines, or entries that stand for several (discovery.py), which are looked up every
         `discovery_s`. `policy`: one of load_balancing.POLICIES. `curve`: the keys for engines on TCP that ask for them.
-        `resume_wait_s`: as AsyncClient's. Raises ConfigError for an entry that cannot be an address."""
+        `resume_wait_s`: as AsyncClient's. `hedge_share`: most requests that get a second run, as a part of all; 0:
+        none. Raises ConfigError for an entry that cannot be an address."""
         if not addresses:
             raise ValueError("at least one engine address is needed")
         self.on_resumed: Callable[[float], None] = lambda pause_s: (
             None
         )  # a request resumed after its engine was lost, after so long
+        self.on_event: Callable[[str], None] = lambda event: None  # one of EVENTS has happened
+        self._hedges = HedgeBudget(hedge_share)
         self.num_moved = 0  # times that a request moved to another engine, or was sent again to its own
         self._make_client = partial(
             AsyncClient, role=role, name=name, window=window, curve=curve, resume_wait_s=resume_wait_s
@@ -241,7 +283,7 @@ class EnginePool:
 
     def health(self) -> list[EngineHealth]:
         """Return the health of every engine."""
-        return [_health(client) for client in self.clients]
+        return [_health(engine) for engine in self._engines if not engine.is_closed]
 
     async def close(self) -> None:
         """Close all connections, as AsyncClient.close."""
@@ -279,10 +321,14 @@ class EnginePool:
             engine, num_new_tokens = self._choose(prompt, salt)
 
         def prepare(submission: Submission) -> None:
-            self._balancer.loads.sent(engine.index, num_new_tokens)
+            now = asyncio.get_running_loop().time()
+            self._sent(engine, num_new_tokens, now)
             self._remember(submission.id, engine)
-            pooled = _PooledRequest(submission, engine, prompt, salt)
+            pooled = _PooledRequest(submission, engine, prompt, salt, now)
             submission.request.failover = partial(self._failover, pooled)
+            submission.on_first(partial(self._on_first, pooled))
+            if request_id is None and not arguments.get("detached"):
+                self._plan_hedge(pooled, arguments)
             if self._can_move:
                 self._movable[submission.id] = pooled
                 self._plan_watch()
@@ -357,7 +403,8 @@ class EnginePool:
             figures = [status.get(key, 0) for key in ("waiting_tokens", "running_requests", "waiting_requests")]
             if all(isinstance(figure, int) for figure in figures):
                 loads.report(engine.index, figures[0], figures[1] + figures[2])
-        loads.set_available([engine.index for engine in self._engines if engine.is_healthy(now)])
+        available = [item for item in self._engines if item.is_healthy(now) and item.circuit.allows(now)]
+        loads.set_available([engine.index for engine in available])
 
     def _failover(
         self, pooled: _PooledRequest, request: OpenRequest, error: InferEngineError
@@ -365,6 +412,10 @@ class EnginePool:
         """Move a request whose engine refused it or is gone. Returns None when it moved or waits, else the error."""
         if self._closed or error.code not in _MOVABLE:
             return error
+        if error.code in _LOST:
+            self._note_failure(pooled.engine)
+        if pooled.hedge is not None and self._go_on_as_hedge(pooled):
+            return None
         if request.lost_s is not None:
             if request.resubmitted_s is None:  # sent to no engine since it was lost
                 pooled.refused_by.clear()
@@ -390,12 +441,17 @@ class EnginePool:
             except InferEngineError:
                 pooled.refused_by.add(index)
                 continue
-            pooled.engine = self._engines[index]
-            self.num_moved += 1
-            self._balancer.loads.sent(index, 0)
-            self._remember(request.id, pooled.engine)
+            self._moved(pooled, index)
             return None
         return error
+
+    def _moved(self, pooled: _PooledRequest, index: int) -> None:
+        """Note that a request goes to another engine."""
+        pooled.engine = self._engines[index]
+        self.num_moved += 1
+        self.on_event("moved")
+        self._sent(pooled.engine, 0, asyncio.get_running_loop().time())
+        self._remember(pooled.submission.id, pooled.engine)
 
     def _move_lost(self, pooled: _PooledRequest) -> bool:
         """Resume a request whose engine is lost at another one. Returns False when none can take it now. It is tried
@@ -411,10 +467,7 @@ class EnginePool:
                 unfit.add(index)
                 continue
             pooled.engine.client.release(pooled.submission)
-            pooled.engine = self._engines[index]
-            self.num_moved += 1
-            self._balancer.loads.sent(index, 0)
-            self._remember(request.id, pooled.engine)
+            self._moved(pooled, index)
             pooled.submission.move_to(target)
             return True
         pooled.refused_by.clear()  # each has refused once: the next round is after the pause that the last one named
@@ -422,6 +475,123 @@ class EnginePool:
             self._movable[request.id] = pooled
             self._plan_watch()
         return False
+
+    # -- circuits and hedges -----------------------------------------------------------------------------------------
+
+    def _sent(self, engine: _Engine, num_new_tokens: int, now: float) -> None:
+        """A request goes to an engine."""
+        self._balancer.loads.sent(engine.index, num_new_tokens)
+        if engine.circuit.sent(now):
+            self._refreshed_s = float("-inf")  # no other follows before its outcome
+
+    def _note_failure(self, engine: _Engine) -> None:
+        circuit = engine.circuit
+        if circuit.failed(asyncio.get_running_loop().time()):
+            self._refreshed_s = float("-inf")
+            self.on_event("circuit_opened")
+            logger.warning(
+                "engine %s gets no requests for %g s: %d failed in a row",
+                engine.client.address,
+                circuit.pause_s,
+                circuit.num_failures,
+            )
+
+    def _note_success(self, engine: _Engine) -> None:
+        if engine.circuit.succeeded():
+            self._refreshed_s = float("-inf")
+            logger.warning("engine %s gets requests again", engine.client.address)
+
+    def _on_first(self, pooled: _PooledRequest, delta: Delta) -> None:
+        """A reader takes the first output of a request, or its end."""
+        if pooled.timer is not None:
+            pooled.timer.cancel()
+        if pooled.hedge is not None:
+            self._end_hedge(pooled)
+        finish = delta.finish
+        if finish is None or finish.reason in ("stop", "length") or delta.token_ids or delta.text:
+            self._note_success(pooled.engine)
+            if not pooled.moves:
+                took_s = asyncio.get_running_loop().time() - pooled.submitted_s
+                self._hedges.observed(pooled.num_prompt, took_s)
+        elif error_of(finish).code == "engine_error":
+            self._note_failure(pooled.engine)
+        else:
+            pooled.engine.circuit.ended()
+
+    def _plan_hedge(self, pooled: _PooledRequest, arguments: dict[str, Any]) -> None:
+        """Hedge a request later, where that is possible."""
+        delay_s = self._hedges.submitted(pooled.num_prompt)
+        if delay_s is None or len(pooled.submission.streams) != 1 or not arguments.get("resubmit", True):
+            return
+        if arguments.get("reply") != "embedding":
+            pooled.timer = asyncio.get_running_loop().call_later(delay_s, self._hedge, pooled)
+
+    def _hedge(self, pooled: _PooledRequest) -> None:
+        """Give a request that has produced nothing a second run, if an engine is idle and the budget is not spent."""
+        pooled.timer = None
+        request = pooled.submission.request
+        if self._closed or not self._is_undecided(request) or request.lost_s is not None or request.held:
+            return
+        choice = self._pick(*pooled.arguments, {*pooled.refused_by, pooled.engine.index})
+        if choice is None:
+            return
+        engine = self._engines[choice.engine]
+        client = engine.client
+        if engine.circuit.state is not CircuitState.CLOSED or self._balancer.loads.waiting_tokens[engine.index]:
+            return
+        if not client.ready or client.reads(request.id) or engine_mismatch(request, client.welcome) is not None:
+            return
+        if not self._hedges.take():
+            return
+        try:
+            hedge = client.hedge(request)
+        except InferEngineError:
+            return
+        self._sent(engine, choice.num_new_tokens, asyncio.get_running_loop().time())
+        pooled.hedge = _Hedge(engine, hedge)
+        self.on_event("hedged")
+        hedge.collectors[0].on_output = partial(self._on_hedge_output, pooled, hedge)
+        client.send()
+
+    def _on_hedge_output(self, pooled: _PooledRequest, hedge: OpenRequest) -> None:
+        """The second run has output, or has ended."""
+        if pooled.hedge is None or pooled.hedge.request is not hedge:
+            return
+        if hedge.failed:
+            pooled.hedge = None  # refused, or lost: the first run goes on alone
+            return
+        loser = pooled.engine
+        if self._go_on_as_hedge(pooled):
+            self._note_failure(loser)
+            self.on_event("hedge_won")
+
+    def _go_on_as_hedge(self, pooled: _PooledRequest) -> bool:
+        """Let a request go on as its second run. False: the request is decided, and the second run is ended."""
+        hedge, request = pooled.hedge, pooled.submission.request
+        if hedge is None:
+            return False
+        if not self._is_undecided(request) or hedge.request.failed or not hedge.engine.client.reads(request.id):
+            self._end_hedge(pooled)
+            return False
+        pooled.hedge = None
+        pooled.engine.client.release(pooled.submission)
+        pooled.refused_by.add(pooled.engine.index)
+        pooled.engine = hedge.engine
+        self._remember(request.id, hedge.engine)
+        pooled.submission.go_on_as(hedge.request, hedge.engine.client)
+        return True
+
+    def _end_hedge(self, pooled: _PooledRequest) -> None:
+        """End the second run."""
+        hedge, pooled.hedge = pooled.hedge, None
+        if hedge is not None:
+            pooled.refused_by.add(hedge.engine.index)  # it may not have ended there yet, under the same id
+            hedge.engine.client.end_hedge(hedge.request)
+
+    @staticmethod
+    def _is_undecided(request: OpenRequest) -> bool:
+        """Whether a request has neither output nor an end, and nobody has cancelled it."""
+        return not request.begun and not any(item.cancelled for item in request.collectors)
 
     @property
     def _can_move(self) -> bool:
@@ -452,6 +622,8 @@ class EnginePool:
                     self._move_lost(pooled)
                 continue
             if request.begun or request.failover is None:
+                if pooled.hedge is not None:
+                    self._end_hedge(pooled)
                 del self._movable[request_id]
                 continue
             away_s = pooled.engine.away_since_s
@@ -545,9 +717,15 @@ def _is_frozen(client: AsyncClient) -> bool:
     return pong is not None and pong.loop_age_ms > FROZEN_LOOP_MS
 
 
-def _health(client: AsyncClient) -> EngineHealth:
+def _health(engine: _Engine) -> EngineHealth:
+    client = engine.client
     pong = client.last_pong
     state = client.welcome.state if client.connected else None
     return EngineHealth(
-        client.address, client.connected, state, None if pong is None else pong.loop_age_ms, client.status
+        client.address,
+        client.connected,
+        state,
+        None if pong is None else pong.loop_age_ms,
+        client.status,
+        engine.circuit.state,
     )

@@ -179,6 +179,11 @@ class OutputCollector:
         return self._finish is not None
 
     @property
+    def has_succeeded(self) -> bool:
+        """The terminal event has arrived, and is neither an error nor a cancellation."""
+        return self._finish is not None and self._finish.reason in ("stop", "length")
+
+    @property
     def exhausted(self) -> bool:
         """The terminal event has been read."""
         return self._taken
@@ -234,6 +239,19 @@ class OutputCollector:
     def add_embedding(self, data: bytes) -> None:
         """Set the vector. It arrives in the same message as the end."""
         self._embedding = data
+
+    def take_over(self, other: OutputCollector) -> None:
+        """Go on as `other`, with all that it has got. Nothing has come here yet."""
+        self.stream = other.stream
+        self.token_ids, self.num_tokens = other.token_ids, other.num_tokens
+        self._parts, self.num_characters = other._parts, other.num_characters
+        self._logprobs, self._prompt_logprobs = other._logprobs, other._prompt_logprobs
+        self.has_prompt_logprobs = other.has_prompt_logprobs
+        self._embedding = other._embedding
+        if other._finish is not None:
+            self.end(other._finish)
+        elif self.has_output:
+            self._notify()
 
     def end(self, finish: Finish) -> None:
         """End the stream. Only the first end counts."""
@@ -345,6 +363,11 @@ class OpenRequest:
     def begun(self) -> bool:
         """Some output has come, or an end: it cannot start over unnoticed."""
         return any(item.num_tokens or item.num_characters or item.finished for item in self.collectors)
+
+    @property
+    def failed(self) -> bool:
+        """It ended without output, by an error or a cancellation."""
+        return all(item.finished and not item.has_succeeded and not item.num_tokens for item in self.collectors)
 
     def fail(self, error: InferEngineError) -> None:
         """End every open choice with `error`, unless `failover` takes the request elsewhere."""
@@ -562,6 +585,27 @@ class OpenRequests:
         self._requests[request.id] = self._lost[request.id] = request
         if not request.finished:
             request.state, request.retry_s = RequestState.HELD, 0.0
+
+    def hedge(self, request: OpenRequest, now: float) -> OpenRequest:
+        """Add a second run of another session's request: same id, own streams. Raises conflict."""
+        hedge = self.start(_without_output(request, now), [0] * len(request.collectors), resubmit=False)
+        hedge.deadline_s = request.deadline_s
+        return hedge
+
+    def take_over(self, hedge: OpenRequest, request: OpenRequest) -> None:
+        """Let `request`, of which nothing has come and no session has anything, go on as its `hedge` here."""
+        for collector, other in zip(request.collectors, hedge.collectors, strict=True):
+            if self._collectors.get(other.stream) is other:
+                self._collectors[other.stream] = collector
+            collector.take_over(other)
+        request.message, request.state = hedge.message, hedge.state
+        request.model, request.seed = hedge.model, hedge.seed
+        request.lost_s = request.resubmitted_s = None
+        self._requests[request.id] = request
+        if hedge.accepted.done:
+            request.accepted.resolve(hedge.accepted.result())
+        if request.finished:
+            self._forget(request)
 
     def release(self, request: OpenRequest) -> list[int]:
         """Forget a request that moves elsewhere. Returns its open streams; none when it is not here."""
@@ -947,11 +991,9 @@ def engine_mismatch(request: OpenRequest, welcome: Welcome) -> InferEngineError 
 
 def _resume_message(request: OpenRequest, welcome: Welcome, now: float) -> Submit | Attach:
     """Return the SUBMIT or ATTACH that resumes a request at this engine."""
-    message = request.origin
-    if isinstance(message, Attach):
+    if isinstance(request.origin, Attach):
         return _attach_again(request)
-    left_s = None if request.deadline_s is None else request.deadline_s - now
-    message = message.replace(deadline_ms=None if left_s is None else max(1, int(left_s * 1000)))
+    message = _without_output(request, now)
     has_output = request.was_accepted or request.begun
     if RESUME_OUTPUT not in welcome.features or message.reply == "embedding" or not has_output:
         return message
@@ -962,6 +1004,13 @@ def _resume_message(request: OpenRequest, welcome: Welcome, now: float) -> Submi
         params = {name: value for name, value in params.items() if name != "prompt_logprobs"}
     outputs = tuple(None if item.finished else to_u32(item.all_ids) for item in request.collectors)
     return message.replace(params=params, resume=outputs, stalls=request.num_stalls)
+
+
+def _without_output(request: OpenRequest, now: float) -> Submit:
+    """Return the SUBMIT that runs a request from its beginning, within what is left of its time."""
+    left_s = None if request.deadline_s is None else request.deadline_s - now
+    assert isinstance(request.origin, Submit)
+    return request.origin.replace(deadline_ms=None if left_s is None else max(1, int(left_s * 1000)))
 
 
 def _attach_again(request: OpenRequest) -> Attach:

@@ -206,6 +206,14 @@ class Session:
         else:
             self._send_if_up(request.message)
 
+    def hedge(self, request: OpenRequest) -> OpenRequest:
+        """Run another session's request here as well. Raises engine_unavailable, and conflict where this session has
+        the id."""
+        self._refuse_when_down()
+        hedge = self.requests.hedge(request, self._clock())
+        self._send_if_up(hedge.message)
+        return hedge
+
     def release(self, request: OpenRequest) -> None:
         """Forget a request that moves elsewhere, and have the engine cancel it, now or when it is back."""
         self._cancel_streams(self.requests.release(request))

@@ -261,6 +261,12 @@ class WireConfig:
         "beginning and load; auto: prefix_affinity for the engines of up.engines, else power_of_two",
         ("auto", "round_robin", "power_of_two", "prefix_affinity"),
     )
+    hedge_share: float = _key(
+        0.0,
+        "front ends: most requests, as a part of all, that get a second run at another engine when no output has come "
+        "for longer than 95 % of requests of their size took; 0: none",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True)
