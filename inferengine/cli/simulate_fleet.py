@@ -32,8 +32,8 @@ OPTIONS = {
     "the traces": (
         Option("--traces LIST", f"comma-separated, of {', '.join(TRACES)}", ",".join(TRACES)),
         Option("--load X", "times the traces' rates", 1.0),
-        Option("--duration-s S", "sessions begin for so long", 45.0),
-        Option("--warm-up-s S", "requests that arrive sooner do not count", 25.0),
+        Option("--duration-s S", "sessions begin for so long", 24.0),
+        Option("--warm-up-s S", "requests that arrive sooner do not count", 12.0),
         Option("--seed N", "of everything that is drawn", 0),
     ),
     "the report": (

@@ -211,3 +211,26 @@ def test_a_simulation_leaves_no_cycles_behind() -> None:
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("choice", ["power_of_two", "prefix_affinity"])
+def test_a_tenants_flood_on_all_engines_does_not_starve_another_tenant(choice: str) -> None:
+    """The engines' queues are fair each for itself, and that is enough: wherever the other tenant's request goes, it
+    waits for steps and not for the flood."""
+
+    def latest_first_token_s(flood: int) -> float:
+        arrivals = [make_arrival(i + 1, 1.0 + 0.1 * i, prompt=200, output=20, tenant="small") for i in range(40)]
+        arrivals += [make_arrival(1000 + i, 0.5 + 0.001 * i, 200, 20, tenant="flood") for i in range(flood)]
+        options = make_options(policy="fair")
+        fleet = Fleet(options, Written(*arrivals), num_engines=4, choice=choice)
+        first: list[float] = []
+        finished = fleet.recorder.finished
+        fleet.recorder.finished = lambda row: (  # type: ignore[method-assign]
+            first.append(row.first_token_s or 0.0) if row.tenant == "small" else None,
+            finished(row),
+        )[1]
+        run(fleet)
+        assert len(first) == 40
+        return max(first)
+
+    assert latest_first_token_s(1200) < latest_first_token_s(0) + 0.5
