@@ -40,7 +40,7 @@ class Record(NamedTuple):
     is_interrupted: bool  # its engine died while it ran there
 
 
-class _Host:
+class _LightHost:
     """An engine with its incarnation: what was planned for an earlier one is void."""
 
     __slots__ = ("engine", "incarnation", "index", "is_alive", "lost")
@@ -73,7 +73,7 @@ class LightFleet:
         self._options = options
         self._trace = trace
         self._known: set[int] | None = set() if choice == IDEAL else None
-        self.hosts = [_Host(index, self._make_engine()) for index in range(num_engines)]
+        self.hosts = [_LightHost(index, self._make_engine()) for index in range(num_engines)]
         names = [f"engine-{index}" for index in range(num_engines)]
         self._policies = [
             COMPARED["power_of_two" if choice == IDEAL else choice](random.Random(seed << 8 | number))
@@ -118,7 +118,7 @@ class LightFleet:
         self._num_planned -= 1
         self._on_arrival(request)
 
-    def _on_step(self, payload: tuple[_Host, int, int]) -> None:
+    def _on_step(self, payload: tuple[_LightHost, int, int]) -> None:
         host, incarnation, version = payload
         if incarnation != host.incarnation or version != host.engine.version:
             return
@@ -159,18 +159,18 @@ class LightFleet:
         if failure.restart_s is not None:
             self._plan(self.now + failure.restart_s, _RETURN, host)
 
-    def _on_detection(self, payload: tuple[_Host, int, list[Run]]) -> None:
+    def _on_detection(self, payload: tuple[_LightHost, int, list[Run]]) -> None:
         _, _, stranded = payload
         self._tell_available()
         for run in stranded:
             self._dispatch(run)
 
-    def _on_lease(self, payload: tuple[_Host, int]) -> None:
+    def _on_lease(self, payload: tuple[_LightHost, int]) -> None:
         host, incarnation = payload
         if incarnation == host.incarnation:
             self._resume(host)
 
-    def _on_return(self, host: _Host) -> None:
+    def _on_return(self, host: _LightHost) -> None:
         host.is_alive = True
         host.incarnation += 1
         for balancer in self.balancers:
@@ -213,18 +213,18 @@ class LightFleet:
             return
         self._follow(host, host.engine.submit(run, self.now))
 
-    def _follow(self, host: _Host, end: StepEnd | None) -> None:
+    def _follow(self, host: _LightHost, end: StepEnd | None) -> None:
         if end is not None:
             self._plan(end.time_s, _STEP, (host, host.incarnation, end.version))
 
-    def _left(self, host: _Host, run: Run) -> None:
+    def _left(self, host: _LightHost, run: Run) -> None:
         """A request is not at this engine any more."""
         if self._known is not None:
             self._open[host.index] -= 1.0 + 1e-6 * run.request.prompt.num_tokens
         elif (router := self._router_of.pop(run.request.uid, None)) is not None:
             router.ended(host.index)
 
-    def _ended(self, host: _Host, run: Run) -> None:
+    def _ended(self, host: _LightHost, run: Run) -> None:
         self._left(host, run)
         request, objective = run.request, self._trace.kind.objective
         first_token_s = run.first_token_s - request.arrival_s
@@ -239,7 +239,7 @@ class LightFleet:
             self._num_planned += 1
             self._plan(following.arrival_s, _ARRIVAL, following)
 
-    def _resume(self, host: _Host) -> None:
+    def _resume(self, host: _LightHost) -> None:
         lost, host.lost = host.lost, []
         for run in lost:
             self._dispatch(run)

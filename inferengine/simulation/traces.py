@@ -30,18 +30,12 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from inferengine.client.load_balancing import AFFINITY_TOKENS, BOUNDARIES, Prompt, mix
+from inferengine.simulation.report import Objective
 from inferengine.simulation.workload import Arrival
 
 Part = tuple[int, int]  # key, tokens
 _MASK = (1 << 64) - 1
 _TOKEN_IDS = 1 << 20
-
-
-class Objective(NamedTuple):
-    """What makes a request good: its first token and its mean time per further token within these seconds."""
-
-    first_token_s: float
-    token_s: float
 
 
 @dataclass(frozen=True)
