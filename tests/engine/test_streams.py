@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
 from inferengine.client import AsyncClient
+from inferengine.engine.io.publisher import BatchRouting, OutputLog, Submission, Subscription
 from inferengine.engine.service import EngineService
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor
@@ -30,6 +32,11 @@ def expected_tokens(engine: EngineService, connect: Connect, num_tokens: int, pr
     raw = connect(engine)
     raw.submit(1, max_tokens=num_tokens, prompt=prompt, params={"seed": 3})
     return raw.collect({1}).tokens[1]
+
+
+def num_kept_objects() -> int:
+    """What the engines of this process hold for requests, and what only a search for garbage would free."""
+    return sum(isinstance(each, Submission | OutputLog | BatchRouting | Subscription) for each in gc.get_objects())
 
 
 class TestCredit:
@@ -299,6 +306,34 @@ def test_four_thousand_finished_requests_leave_nothing_behind(connect: Connect) 
         check_idle(engine)
         wait_until(lambda: not engine.io.publisher.submissions)
         assert not engine.io.connections.by_routing_id[next(iter(engine.io.connections.by_routing_id))].streams
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_memory_of_a_forgotten_request_comes_back_without_a_search_for_garbage(
+    connect: Connect, late: bool
+) -> None:
+    """The engine looks for garbage in cycles after 20 million new objects. `late`: some are forgotten before their
+    reader, without credit, has read their end."""
+    with run_service(step_s=0.0005, wire={"resume_ttl_s": 0.2}) as engine:
+        raw = connect(engine, window=1 if late else 64)
+        gc.collect()
+        gc.disable()
+        try:
+            before = num_kept_objects()  # of other engines of this process
+            for stream in range(1, 31):
+                raw.submit(stream, max_tokens=stream)
+                if not late:
+                    raw.collect({stream})
+            publisher = engine.io.publisher
+            wait_until(lambda: not publisher.num_open and not publisher.submissions)
+            if late:
+                raw.collect(set(range(1, 31)))
+            raw.submit(99, max_tokens=2)  # what the last step before it was for is kept until there is another one
+            raw.collect({99})
+            wait_until(lambda: not publisher.submissions)
+            wait_until(lambda: num_kept_objects() <= before + 4)
+        finally:
+            gc.enable()
 
 
 def test_the_first_of_a_hundred_answers_long_before_the_last() -> None:

@@ -375,6 +375,12 @@ class OutputLog:
                 size += len(rows) * (ROW_BYTES + ALTERNATIVE_BYTES * len(rows[-1].top_ids))
         return size
 
+    def leave_routing(self) -> None:
+        """Take what the routing has for it, and forget it: a kept log would keep the logs of its last steps alive."""
+        if self.routing is not None:
+            self.routing.settle()
+            self.routing = None
+
     def sink(self) -> OutputLog:
         """A log that nobody reads, in this one's place."""
         sink = OutputLog(self.uid, self.submission, self.choice, self.arrival_s)
@@ -898,8 +904,9 @@ class Publisher:
             if log.routing is not None:
                 log.routing.stale = True
             submission = log.submission
+            ended = submission.ended
             self._close(subscription)
-            if not submission.ended and not submission.num_subscriptions:
+            if not ended and not submission.num_subscriptions:
                 orphans[submission.id] = submission
         return list(orphans.values())
 
@@ -971,6 +978,7 @@ class Publisher:
         for submission in self._kept.expire(now):
             if self.submissions.get(submission.id) is submission:  # and no other that goes on under its id
                 del self.submissions[submission.id]
+            self._release(submission)
 
     def open_logs(self) -> list[OutputLog]:
         """Choices that have not ended."""
@@ -1092,6 +1100,8 @@ class Publisher:
         if log.text is not None and not log.stopped:
             log.text.push([], final=True, stop_token=False)  # what was held back; nothing if its last token is in
         log.end(row)
+        log.leave_routing()
+        target.leave_routing()
         self.num_open -= 1
         ended = log.ended
         if ended is not None:
@@ -1111,6 +1121,15 @@ class Publisher:
         connection.streams.pop(subscription.stream, None)
         connection.dirty.pop(subscription.stream, None)
         subscription.log.subscriptions.remove(subscription)
+        submission = subscription.log.submission
+        if subscription.log.ended is not None and submission.id not in self.submissions:
+            self._release(submission)
+
+    def _release(self, submission: Submission) -> None:
+        """Undo the cycle of a forgotten submission and its logs once nobody reads them, so that their memory comes back
+        now: the engine looks for garbage in cycles rarely."""
+        if not submission.num_subscriptions:
+            submission.logs = []
 
 
 # -- the end of a choice -----------------------------------------------------------------------------------------------
