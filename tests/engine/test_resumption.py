@@ -200,8 +200,10 @@ def test_a_full_queue_takes_what_was_accepted_before(connect: Connect) -> None:
     with run_service(lambda: SimulatedExecutor(small_capacity(max_num_seqs=2), step_s=0.02), **sections) as engine:
         client = connect(engine)
         for stream in range(1, 5):
-            client.submit(stream, max_tokens=30)
+            client.submit(stream, max_tokens=900)
             client.expect(Accept)
+            if stream == 2:  # both are scheduled: neither waits beside the next two
+                wait_until(lambda: engine.core is not None and len(engine.core.scheduler.state.running) == 2)
         client.submit(5, max_tokens=30)
         assert client.expect(Reject).code == "overloaded"
         client.submit(6, max_tokens=30, params={"seed": 1}, resume=(b"",))
