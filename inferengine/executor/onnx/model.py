@@ -313,6 +313,7 @@ def _session(export: Export, name: str, settings: ExecutorSettings) -> onnxrunti
         on_card = {
             "device_id": str(settings.device.index or 0),
             "arena_extend_strategy": GROW,
+            "use_tf32": "0",  # its default is 1, which keeps 10 bits of each factor
             "user_compute_stream": str(stream),  # a run begins when what torch launched before it has ended
         }
         providers.insert(0, (PROVIDERS["cuda"], on_card))
