@@ -363,6 +363,8 @@ def _call(layer: Linear | Head, product: Any, inputs: _Inputs) -> Callable[[], A
 
 
 def _tensors(packed: Any) -> list[torch.Tensor]:
+    if packed is None:  # another executor has the weights
+        return []
     if isinstance(packed, torch.Tensor):
         return [packed]
     return [each for item in packed for each in (_tensors(item) if isinstance(item, (tuple, torch.Tensor)) else [])]
