@@ -166,6 +166,23 @@ def test_another_reader_of_a_row_needs_a_new_routing() -> None:
     assert post.got[b"two"].tokens == {20: [7], 21: [6, 8]}
 
 
+def test_steps_of_one_sequence_each_enter_their_routing_again() -> None:
+    post = Post()
+    publisher = Publisher(counters=Counters(), make_text=no_text, stop=lambda uid: None, resume_ttl_s=1.0)
+    connection, submission = make_connection(post), Submission(bytes(16), SamplingParams(n=2))
+    publisher.register(submission)
+    publisher.open(submission, [1, 2], 0.0)
+    publisher.subscribe(connection, submission, 10, (), "tokens")
+    routings = set()
+    for step in range(1, 9):
+        uid = 1 + step % 2
+        publisher.publish(StepOutput(step, [uid], [step], [], -2 - uid), float(step))
+        routings.add(submission.logs[uid - 1].routing)
+    assert len(routings) == 2
+    assert post.got[b"p"].tokens == {10: [2, 4, 6, 8], 11: [1, 3, 5, 7]}
+    assert [list(log.tokens) for log in submission.logs] == [[2, 4, 6, 8], [1, 3, 5, 7]]
+
+
 class World:
     """What a scheduler might say, and what readers should then have."""
 
@@ -217,6 +234,16 @@ class World:
         self.drawing = [uid for uid in self.drawing if uid not in ended]
         self.routing += guesses or bool(ended)
 
+    def draw_alone(self) -> None:
+        """A step of one sequence, whose layout is the same each time: a relay's."""
+        if not self.drawing:
+            return
+        self.step += 1
+        uid, token_id = self.random.choice(self.drawing[:3]), self.random.randrange(1 << 32)
+        self.expected[uid].append(token_id)
+        self.publisher.publish(StepOutput(self.step, [uid], [token_id], [], -2 - uid), float(self.step))
+        self.routing += 1
+
     def shuffle(self) -> None:
         """Somebody gives way, or comes back at the end."""
         if self.drawing and self.random.random() < 0.5:
@@ -244,6 +271,8 @@ def test_every_reader_has_everything_in_order(seed: int) -> None:
             world.shuffle()
         elif deed < 0.4:
             world.give_credit()
+        elif deed < 0.6:
+            world.draw_alone()
         else:
             world.turn(draw=deed < 0.97)
     while world.drawing or world.paused:

@@ -1018,6 +1018,8 @@ class Publisher:
         """The routing of this step: that of the step before, or its successor when other sequences draw tokens now, or
         other connections read them."""
         routing, gap, first = self._routing, self._counters.token_gap_s, self._counters.first_token_s
+        if len(output.uids) == 1 and not routing.is_of(output.layout):
+            routing = self._routing_of_one(output)
         if routing.is_of(output.layout):
             gap.observe(now - routing.time_s, routing.num_logs)
             routing.time_s = now
@@ -1040,6 +1042,15 @@ class Publisher:
             log.routing = routing
         self._routing, routing.time_s = routing, now
         return routing
+
+    def _routing_of_one(self, output: StepOutput) -> BatchRouting:
+        """Enter the routing of the last step that drew for this one sequence alone, if nothing has changed since; else
+        stay in that of the step before. A relay's steps are such: each upstream speaks when it has a token."""
+        own = self._targets[output.uids[0]].routing
+        if own is not None and len(own.logs) == 1 and own.is_of(output.layout):
+            self._routing.settle()  # only the routing that is left may hold tokens: a log may enter another one
+            self._routing = own
+        return self._routing
 
     def _append_logprobs(self, output: StepOutput) -> None:
         for uid, rows in (output.logprobs or {}).items():

@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQS = 512
 MAX_MODEL_LEN = 32_768  # where neither the upstream nor the configuration tells it
+LAYOUT_OF_ONE = -2  # less the uid: the layout of a step with one token, the same each time
 FINAL_REASONS = ("stop", "length")
 
 
@@ -430,11 +431,22 @@ class UpstreamLoop:
             stats.num_scheduled_rows += len(uids)
             stats.max_batch = max(stats.max_batch, len(self._running))
         last, layout = self._layouts
-        if uids and uids != last:
+        if len(uids) == 1:
+            layout = LAYOUT_OF_ONE - uids[0]
+        elif uids != last and uids:
             layout += 1
             self._layouts = uids, layout
         output = StepOutput(stats.num_steps, uids, token_ids, finished, layout if uids else -1, logprobs or None)
         self._post(LoopOutput(output, now, [], len(uids)))
+
+
+def _as_end(error: InferEngineError, sequence: Sequence) -> InferEngineError:
+    """The error that a request ends with. One without a token was refused by every upstream, or found none that is up:
+    it is `overloaded`, which goes to the caller. After `engine_unavailable` clients would send it again and again, as
+    they do to go on with a stream that broke."""
+    if error.code != "engine_unavailable" or sequence.num_output:
+        return error
+    return InferEngineError("overloaded", error.message, retry_after_s=error.retry_after_s)
 
 
 def _note_cached(sequence: Sequence, usage: Usage | None) -> None:
