@@ -396,7 +396,9 @@ def error_of(finish: Finish) -> InferEngineError:
     detail = finish.detail
     if not isinstance(detail, list | tuple) or len(detail) < 2:
         return InferEngineError("engine_error", "The engine gave no reason.")
-    return error_from(str(detail[0]), str(detail[1]), str(detail[2]) if len(detail) > 2 else None)
+    field = str(detail[2]) if len(detail) > 2 and detail[2] else None
+    wait_ms = detail[3] if len(detail) > 3 and isinstance(detail[3], int) else None
+    return error_from(str(detail[0]), str(detail[1]), field, wait_ms)
 
 
 def error_from(
@@ -684,7 +686,7 @@ class OpenRequests:
         to this engine again, if that is READY then."""
         if not self._end_cancelled(request):
             return
-        refused = resume_refusal(request, error.code)
+        refused = resume_refusal(request, error.code, error.message)
         if refused is not None and request.resubmit:
             self._forget(request)
             request.end(refused)  # no other engine is to try either
@@ -956,8 +958,9 @@ class OpenRequests:
 # -- whether a lost request may resume, where, and with which message --------------------------------------------------
 
 
-def resume_refusal(request: OpenRequest, code: str) -> InferEngineError | None:
-    """Return why a request cannot resume after its engine was lost, as `code` says; None if it can. Counts the loss."""
+def resume_refusal(request: OpenRequest, code: str, message: str = "") -> InferEngineError | None:
+    """Return why a request cannot resume after its engine was lost, as `code` and `message` say; None if it can. Counts
+    the loss."""
     if not request.resubmit:
         return _restarted("The engine that ran this request is gone.")
     if code == "engine_stalled":
@@ -969,7 +972,8 @@ def resume_refusal(request: OpenRequest, code: str) -> InferEngineError | None:
     request.num_fruitless = request.num_fruitless + 1 if num_tokens == request.num_tokens_at_loss else 1
     request.num_tokens_at_loss = num_tokens
     if request.num_fruitless > MAX_FRUITLESS:
-        return _restarted(f"The engine was lost {request.num_fruitless} times in a row before the request got on.")
+        text = f"The engine was lost {request.num_fruitless} times in a row before the request got on."
+        return _restarted(f"{text} The last time: {message}" if message else text)
     if num_tokens and _needs_seed(request):
         return _restarted("The engine that ran this request is gone, and its seed is not known.")
     return None

@@ -183,9 +183,9 @@ class Sequence:
         )
 
 
-# A stop token id; (error code, message) or, where a field of the request is the cause, (code, message, field); for EOS
-# None.
-FinishDetail = int | str | tuple[str, str] | tuple[str, str, str] | None
+# A stop token id; (error code, message), where a field of the request is the cause (code, message, field), and where
+# the request should wait before it is sent again (code, message, field or "", milliseconds); for EOS None.
+FinishDetail = int | str | tuple[str, str] | tuple[str, str, str] | tuple[str, str, str, int] | None
 GRAMMAR_COMPLETE = ""  # detail of a stop where the grammar is complete: the last token belongs to the output
 
 
@@ -230,6 +230,8 @@ def stop_reason(sequence: Sequence, token_id: int) -> tuple[str, FinishDetail] |
 
 def refusal(error: InferEngineError) -> tuple[str, FinishDetail]:
     """Return the reason and detail of a request that ends with this error."""
+    if error.retry_after_s is not None:
+        return "error", (error.code, error.message, error.field or "", round(error.retry_after_s * 1000))
     detail = (error.code, error.message) if error.field is None else (error.code, error.message, error.field)
     return "error", detail
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inferengine.client.requests import OpenRequest
+from inferengine.client.requests import MAX_FRUITLESS, OpenRequest, error_of
 from inferengine.client.session import PATIENCE_S, Phase
 from inferengine.wire.messages import Accept, Attach, Bye, Cancel, Done, Goodbye, Hello, Reject, StopFound, Submit
 from tests.client.builders import INFO, SEED, WAIT_S, ScriptedEngine, code_of, finish_of, stream_of
@@ -188,6 +188,41 @@ def test_only_a_request_without_progress_is_given_up_after_repeated_losses() -> 
     assert code_of(stuck) == "engine_restarted"
     assert not moving.finished
     assert moving.collectors[0].take().token_ids == list(range(8))
+
+
+def test_a_request_that_is_given_up_tells_the_last_reason() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit()
+    for number in range(MAX_FRUITLESS + 1):
+        engine.end(stream_of(request), "error", ["engine_unavailable", f"Reason {number}."])
+        engine.run_until(engine.now + 1.0)
+        for message in engine.received(Submit):
+            engine.send(Accept(request.id, message.stream, 3))
+    finish = finish_of(request)
+    assert finish is not None
+    assert finish.detail[0] == "engine_restarted"
+    assert str(finish.detail[1]).endswith(f"The last time: Reason {MAX_FRUITLESS}.")
+
+
+@pytest.mark.parametrize(
+    ("detail", "field", "wait_s"),
+    [
+        (["overloaded", "Busy."], None, None),
+        (["overloaded", "Busy.", "prompt"], "prompt", None),
+        (["overloaded", "Busy.", "", 2500], None, 2.5),
+        (["overloaded", "Busy.", "prompt", "soon"], "prompt", None),
+    ],
+)
+def test_a_terminal_row_may_name_a_field_and_a_wait(
+    detail: list[str | int], field: str | None, wait_s: float | None
+) -> None:
+    engine = ScriptedEngine()
+    request = engine.submit()
+    engine.end(stream_of(request), "error", detail)
+    finish = finish_of(request)
+    assert finish is not None
+    error = error_of(finish)
+    assert (error.code, error.message, error.field, error.retry_after_s) == ("overloaded", "Busy.", field, wait_s)
 
 
 def test_an_overloaded_engine_is_retried_after_the_delay_that_it_names() -> None:

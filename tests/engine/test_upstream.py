@@ -22,7 +22,7 @@ from inferengine.config import Config
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.process import build_executor
 from inferengine.engine.service import EngineService
-from inferengine.engine.upstream.completions import ids_of_text
+from inferengine.engine.upstream.completions import error_of_status, ids_of_text
 from inferengine.engine.upstream.relay import UpstreamLoop
 from inferengine.errors import ConfigError
 from inferengine.text import fingerprint
@@ -194,16 +194,22 @@ def ask(service: EngineService, **fields: Any) -> Any:
 
 
 @contextmanager
+def front_of(service: EngineService) -> Iterator[httpx.Client]:
+    """A front end of this engine, and a client of it."""
+    front = FrontEnd(Config().with_values(wire={"socket": address_of(service)}))
+    try:
+        with httpx.Client(base_url=front.url, timeout=20.0) as http:
+            wait_until(lambda: http.get("/ready").status_code == 200)
+            yield http
+    finally:
+        front.stop()
+
+
+@contextmanager
 def chain(**sections: Any) -> Iterator[tuple[House, EngineService, httpx.Client]]:
     """A scripted engine, our front end as the upstream, the relaying engine, and a front end of its own."""
-    with house() as upstream, relay(upstream.front.url, **sections) as service:
-        front = FrontEnd(Config().with_values(wire={"socket": address_of(service)}))
-        try:
-            with httpx.Client(base_url=front.url, timeout=20.0) as http:
-                wait_until(lambda: http.get("/ready").status_code == 200)
-                yield upstream, service, http
-        finally:
-            front.stop()
+    with house() as upstream, relay(upstream.front.url, **sections) as service, front_of(service) as http:
+        yield upstream, service, http
 
 
 def test_a_chat_through_two_front_ends_is_the_chat_of_one() -> None:
@@ -278,7 +284,9 @@ def test_text_that_spells_a_special_token_is_no_special_token() -> None:
         (413, "request_too_large"),
         (429, "rate_limited"),
         (500, "engine_error"),
-        (503, "engine_unavailable"),
+        (502, "overloaded"),
+        (503, "overloaded"),
+        (504, "overloaded"),
         (401, "engine_error"),
     ],
 )
@@ -288,6 +296,59 @@ def test_refusals_of_the_upstream_have_our_codes(status: int, code: str) -> None
         assert row.reason == "error"
         assert row.detail[0] == code
         assert ("because" in row.detail[1]) == (status in (400, 413, 429))
+
+
+def is_busy(handler: Handler) -> None:
+    """503 with a wait."""
+    handler.send_response(503)
+    handler.send_header("Retry-After", "7")
+    handler.send_header("Content-Length", "0")
+    handler.end_headers()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/v1/completions", {"prompt": "Hi"}, "overloaded_error"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "overloaded_error"),
+        ("/v1/responses", {"input": "Hi"}, "overloaded_error"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}, "overloaded_error"),
+        ("/api/generate", {"prompt": "Hi", "stream": False}, None),
+        ("/v1/generate", {"prompt": "Hi"}, "overloaded_error"),
+        ("/generate", {"prompt": "Hi", "max_tokens": 8}, "overloaded_error"),
+    ],
+)
+def test_a_busy_upstream_is_told_in_every_dialect_with_its_wait(path: str, body: dict[str, Any], kind: str) -> None:
+    with FakeServer(is_busy, gives_ids=True) as server, relay(server.url) as service, front_of(service) as http:
+        answer = http.post(path, json={"model": "tiny", **body})
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "7")
+        error = answer.json()["error"]
+        said = error if kind is None else error["message"]
+        assert said == "The upstream refused the request: it answered 503."
+        assert kind is None or error["type"] == kind
+        assert len(server.bodies) == 1, "a refusal is final: the request was sent again"
+
+
+def test_a_busy_upstream_ends_a_stream_with_a_retryable_error() -> None:
+    with FakeServer(is_busy, gives_ids=True) as server, relay(server.url) as service, front_of(service) as http:
+        answer = http.post("/v1/completions", json={"model": "tiny", "prompt": "Hi", "stream": True})
+        first, done = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+        assert (json.loads(first)["error"]["code"], done) == ("overloaded", "[DONE]")
+
+
+def test_an_upstream_that_is_gone_ends_a_new_request_after_one_wait() -> None:
+    with FakeServer(speaks("hi")) as server, relay(server.url) as service:
+        server.shutdown()
+        server.server_close()
+        _, row = ask(service)
+        assert (row.reason, row.detail[0]) == ("error", "overloaded")
+
+
+@pytest.mark.parametrize(
+    ("told", "wait_s"), [("7", 7.0), (" 12 ", 12.0), ("99999999", 3600.0), ("soon", None), (None, None)]
+)
+def test_an_upstream_asks_for_a_wait_in_seconds(told: str | None, wait_s: float | None) -> None:
+    assert error_of_status(503, b"", told).retry_after_s == wait_s
 
 
 def test_another_upstream_takes_what_one_refuses_before_its_first_token() -> None:

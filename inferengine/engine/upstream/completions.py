@@ -47,6 +47,7 @@ CODES_BY_STATUS = {
     503: "engine_unavailable",
     504: "engine_unavailable",
 }
+LONGEST_WAIT_S = 3600.0  # that an upstream's Retry-After may ask for
 
 
 class PromptDetails(msgspec.Struct):
@@ -258,9 +259,12 @@ def status_of_event(error: Any) -> int:
     return code if type(code) is int and 400 <= code < 600 else 500
 
 
-def error_of_status(status: int, body: bytes) -> InferEngineError:
-    """The error of an upstream's refusal. What is wrong with the request is told in the upstream's words; what is wrong
-    with the upstream is for the log."""
+def error_of_status(status: int, body: bytes, retry_after: str | None = None) -> InferEngineError:
+    """The error of an upstream's refusal, with the wait that its header Retry-After asks for. What is wrong with the
+    request is told in the upstream's words; what is wrong with the upstream is for the log."""
+    wait_s = None
+    if retry_after is not None and retry_after.strip().isdecimal():  # else a date, which few servers send
+        wait_s = min(float(retry_after), LONGEST_WAIT_S)
     try:
         told = json.loads(body)
     except ValueError:
@@ -273,6 +277,7 @@ def error_of_status(status: int, body: bytes) -> InferEngineError:
         return InferEngineError("engine_error", "The upstream refuses this engine: its log has the cause.")
     if status < 500:
         if isinstance(code, str) and code in KINDS and KINDS[code].http_status == status:
-            return InferEngineError(code, text)
-        return InferEngineError(CODES_BY_STATUS.get(status, "invalid_request"), text)
-    return InferEngineError(CODES_BY_STATUS.get(status, "engine_error"), f"The upstream answered {status}.")
+            return InferEngineError(code, text, retry_after_s=wait_s)
+        return InferEngineError(CODES_BY_STATUS.get(status, "invalid_request"), text, retry_after_s=wait_s)
+    text = f"The upstream refused the request: it answered {status}."
+    return InferEngineError(CODES_BY_STATUS.get(status, "engine_error"), text, retry_after_s=wait_s)

@@ -325,7 +325,7 @@ class UpstreamLoop:
                         tried.append(server)
         except InferEngineError as error:
             self.last_error = str(error)
-            self._end(sequence, *refusal(error))
+            self._end(sequence, *refusal(_as_end(error, sequence)))
         except Exception as error:
             logger.exception("relaying a request failed")
             self.num_failed_steps += 1

@@ -179,8 +179,9 @@ class Servers:
             answer = await self._send(server, msgspec.json.encode(body))
             try:
                 if answer.status != 200:
-                    raise self._refusal(server, answer.status, await answer.content.read(65536))
-                async for data in answer.content.iter_any():
+                    wait = answer.headers.get("Retry-After")
+                    raise self._refusal(server, answer.status, await answer.content.read(65536), wait)
+                while data := await answer.content.readany():  # `iter_any` is two coroutines more for each token
                     if events := list(reader.push(data)):
                         yield events
                     if reader.is_done:
@@ -244,12 +245,12 @@ class Servers:
         refusal = InferEngineError("engine_unavailable", "The upstream failed on this request.")
         return UpstreamFailed(refusal, elsewhere=True)
 
-    def _refusal(self, server: Server, status: int, body: bytes) -> UpstreamFailed:
+    def _refusal(self, server: Server, status: int, body: bytes, retry_after: str | None = None) -> UpstreamFailed:
         elsewhere = status >= 500 or status in (401, 403, 404, 429)
         if elsewhere:
             server.num_failures += 1
             logger.warning("upstream %s answered %d: %s", server.name, status, body[:500].decode("utf-8", "replace"))
-        return UpstreamFailed(error_of_status(status, body), elsewhere=elsewhere)
+        return UpstreamFailed(error_of_status(status, body, retry_after), elsewhere=elsewhere)
 
     async def _keep_looking(self) -> None:
         while True:
