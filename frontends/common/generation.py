@@ -94,6 +94,7 @@ class Options:
     priority: int = 0
     tenant: str = ""
     salt: bytes = b""
+    session: str = ""  # requests of one session go to one engine where there are several
     deadline_s: float | None = None
     label: str = ""
     continues_prompt: bool = True  # true: completions; false: the output is a text of its own (chat)
@@ -229,6 +230,7 @@ class Generation:
                     priority=options.priority,
                     tenant=options.tenant,
                     salt=options.salt,
+                    session=options.session,
                     deadline_s=options.deadline_s,
                     label=options.label,
                     grammar=options.grammar,

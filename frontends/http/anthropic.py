@@ -70,6 +70,8 @@ async def count_tokens(request: Request) -> Response:
 PASSED_ON = (
     *(name for name in SAMPLING if name not in ("n", "stop")),
     "cache_salt",
+    "prompt_cache_key",
+    "session_id",
     "priority",
     "chat_template_kwargs",
 )

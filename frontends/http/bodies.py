@@ -62,6 +62,7 @@ DEFAULT_NEW_TOKENS = 64  # of /v1/generate
 MAX_GENERATE_CHARACTERS, MAX_GENERATE_TOKENS = 8000, 512  # of /v1/generate, as the server has it that it comes from
 INFER_MAX_TOKENS = 128  # of /infer/v1/completions
 
+MAX_SESSION_CHARACTERS = 1024
 STRUCTURE_ONLY = "cannot be combined with guided_regex"
 
 
@@ -254,6 +255,23 @@ class SchedulingFields(msgspec.Struct, frozen=True):
             also=[f"must have at most {MAX_NAME_CHARACTERS // 2} printable characters"],
         ),
     ] = None
+
+
+SessionName = Annotated[str, Meta(max_length=MAX_SESSION_CHARACTERS)]
+
+
+class SessionFields(msgspec.Struct, frozen=True):
+    """Which requests belong together. The header X-Session-ID says it where the body does not."""
+
+    prompt_cache_key: Annotated[
+        SessionName | None, about("OpenAI's: requests with the same key go to one engine where there are several")
+    ] = None
+    session_id: Annotated[SessionName | None, about("vLLM's name for it; goes before prompt_cache_key")] = None
+
+    @property
+    def session(self) -> str:
+        """The session's name; empty for none."""
+        return self.session_id or self.prompt_cache_key or ""
 
 
 class RecoveryFields(msgspec.Struct, frozen=True):
@@ -711,6 +729,7 @@ def read_options(body: dict[str, Any], config: Config, *, label: str, continues_
     return Options(
         priority=scheduling.priority,
         salt=(salt or "").encode(),
+        session=read_fields(SessionFields, body).session,
         deadline_s=config.http.request_timeout_s,
         label=label,
         continues_prompt=continues_prompt,

@@ -223,17 +223,26 @@ class LogSubmitter:
     """By way of a log that other connections may read too. With `note` None it only reads what runs already."""
 
     def __init__(
-        self, registry: Registry, state: StreamState, key: ApiKey, note: RequestMetadata | None, adapter: str
+        self,
+        registry: Registry,
+        state: StreamState,
+        key: ApiKey,
+        note: RequestMetadata | None,
+        adapter: str,
+        session: str = "",
     ) -> None:
+        """`session`: that of requests that name none."""
         self._registry = registry
         self._state = state
         self._key = key
         self._note = note
         self._adapter = adapter
+        self._session = session
         self._num_prompts = self._num_choices = 0
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, **arguments: Any) -> LoggedSubmission:
         """The next prompt of the request."""
+        arguments["session"] = arguments.get("session") or self._session
         request_id, n = self._state.request_id(self._num_prompts), params.n
         if self._note is None:
             log = self._registry.resume(request_id, n, detached=True, context_ids=())

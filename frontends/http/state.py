@@ -33,6 +33,7 @@ from inferengine.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 STREAM_HEADER = "x-stream-id"
+SESSION_HEADER = "x-session-id"
 GRACE_S = 2.0  # the engine ends a request at its deadline; this much later the front end does it alone
 
 
@@ -127,18 +128,19 @@ class HttpState:
         if not key.may_use(model):
             raise InferEngineError("forbidden", "This key may not use that model.", field="model")
         adapter = served.adapter_of(model) or ""
+        session = request.headers.get(SESSION_HEADER, "")
         if not detachable:
-            return KeyedSubmitter(self.engines, key, adapter)
+            return KeyedSubmitter(self.engines, key, adapter, session)
         state: StreamState | None = scope.get("stream")  # a stream that is read on
         if state is not None:
-            return LogSubmitter(self.registry, state, key, None, adapter)
+            return LogSubmitter(self.registry, state, key, None, adapter, session)
         chosen_id = request.headers.get(STREAM_HEADER)
         if chosen_id is None and not read_flag(document, "detached"):
-            return KeyedSubmitter(self.engines, key, adapter)
+            return KeyedSubmitter(self.engines, key, adapter, session)
         state = scope["stream"] = new_stream(chosen_id, request.headers.get("last-event-id"))
         body: bytes = scope.get("body", b"")
         metadata = RequestMetadata(key.tenant, scope["path"], scope["request_id"], int(time.time()), body)
-        return LogSubmitter(self.registry, state, key, metadata, adapter)
+        return LogSubmitter(self.registry, state, key, metadata, adapter, session)
 
     @contextlib.contextmanager
     def call(self, generation: Submitted, receive: Receive) -> Iterator[RunningCall]:
@@ -207,13 +209,16 @@ class RunningCall:
 class KeyedSubmitter:
     """Straight to the engines, with what the key decides."""
 
-    def __init__(self, engines: Submitter, key: ApiKey, adapter: str) -> None:
+    def __init__(self, engines: Submitter, key: ApiKey, adapter: str, session: str = "") -> None:
+        """`session`: that of requests that name none."""
         self._engines = engines
         self._key = key
         self._adapter = adapter
+        self._session = session
 
     def submit(
         self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
     ) -> Submission:
         """Submit to the engines within what the key allows (tenant, cache salt, priority), with the LoRA adapter."""
+        arguments["session"] = arguments.get("session") or self._session
         return self._engines.submit(prompt_ids, params, **self._key.restrict(arguments, self._adapter))

@@ -80,6 +80,7 @@ class GenerateFrame(Conversation, frozen=True, kw_only=True):
     model: Annotated[str | None, about("the model or adapter; absent: the served model")] = None
     priority: Annotated[Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)], about("lower is sooner")] = 0
     cache_salt: Annotated[Label, about("requests share cached prefixes only with those of the same salt")] = ""
+    session: Annotated[Label, about("requests of one session go to one engine where there are several")] = ""
     deadline_s: Annotated[
         Annotated[float, Meta(ge=0.001, le=86_400)] | None, about("seconds after which the engine ends the request")
     ] = None

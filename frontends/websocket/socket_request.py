@@ -396,6 +396,7 @@ class SocketRequest:
             priority=frame.priority if key is ANYBODY else key.urgency(frame.priority),
             tenant=key.tenant,
             salt=key.salt(frame.cache_salt.encode()),
+            session=frame.session,
             note=make_metadata(key, params.output),
             deadline_s=frame.deadline_s,
             label=frame.label,

@@ -26,6 +26,8 @@ OPTIONS = {
         ),
         Option("--choices LIST", f"policies, comma-separated, of {', '.join(CHOICES)}", ",".join(CHOICES)),
         Option("--front-ends N", "front ends, each with a balancer of its own", 1, minimum=1),
+        Option("--sessions", "requests say which session they belong to", False),
+        Option("--apart", "engines do not tell the front ends what the others sent", False),
         Option("--deaths SHARE", "of the engines that die each minute, evenly; 0: none", 0.0),
         Option("--restart-s S", "from an engine's death until it is back, empty", 60.0),
     ),
@@ -88,6 +90,8 @@ def compare(
             num_engines=values["engines"],
             choice=choice,
             num_front_ends=values["front_ends"],
+            names_sessions=values["sessions"],
+            tells_placements=not values["apart"],
             failures=[] if choice == IDEAL else _deaths(values),
             seed=values["seed"],
         )

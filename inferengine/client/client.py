@@ -45,7 +45,7 @@ from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire import sockets
 from inferengine.wire.curve import ClientKeys
-from inferengine.wire.messages import READY, Accept, ModelFiles, Pong, Welcome
+from inferengine.wire.messages import PLACED_TOPIC, READY, Accept, ModelFiles, Pong, Welcome, from_u64
 
 T = TypeVar("T")
 
@@ -57,8 +57,17 @@ CLOSE_LINGER_MS = 200
 class Transport:
     """A DEALER to the engine, its monitor, and where `status_address` is not empty a SUB for the engine's status."""
 
-    def __init__(self, session: Session, address: str, status_address: str, curve: ClientKeys | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        address: str,
+        status_address: str,
+        curve: ClientKeys | None,
+        on_placed: Callable[[Sequence[int], Sequence[int]], None] | None = None,
+    ) -> None:
+        """`on_placed`: is told the keys of beginnings and of sessions that the engine was sent lately."""
         self._session = session
+        self._on_placed = on_placed
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.dealer = sockets.client_dealer(self._context, sockets.routing_id(session.role))
         self.monitor = sockets.connection_monitor(self.dealer)
@@ -66,7 +75,7 @@ class Transport:
         self.dealer.connect(address)
         self.subscriber: zmq.Socket[bytes] | None = None
         if status_address:
-            self.subscriber = sockets.status_subscriber(self._context)
+            self.subscriber = sockets.status_subscriber(self._context, *([PLACED_TOPIC] if on_placed else []))
             sockets.use_curve(self.subscriber, curve, status_address)
             self.subscriber.connect(status_address)
 
@@ -105,11 +114,16 @@ class Transport:
                 self._session.disconnected(now)
 
     def latest_status(self) -> dict[str, Any] | None:
-        """Return the newest STATUS that has arrived since the last call, or None."""
+        """Return the newest STATUS that has arrived since the last call, or None. Placements are told on the way."""
         latest: dict[str, Any] | None = None
         while self.subscriber is not None and sockets.readable(self.subscriber):
             frames = self.subscriber.recv_multipart(zmq.NOBLOCK)
             try:
+                if frames[0].startswith(PLACED_TOPIC):
+                    beginnings, sessions = map(from_u64, frames[1:3])
+                    if self._on_placed is not None:
+                        self._on_placed(beginnings, sessions)
+                    continue
                 values = msgpack.unpackb(frames[-1])
             except Exception:  # not from this engine; STATUS may be lost anyway
                 continue
@@ -152,6 +166,8 @@ class AsyncClient:
         self.on_resumed: Callable[[float], None] = lambda pause_s: (
             None
         )  # a request resumed after its engine was lost, after so long
+        # Set before `start`: is told the keys of beginnings and of sessions that the engine was sent lately.
+        self.on_placed: Callable[[Sequence[int], Sequence[int]], None] | None = None
         self._curve = curve
         self._session: Session | None = None
         self._waiters: set[asyncio.Future[None]] = set()
@@ -184,7 +200,9 @@ class AsyncClient:
         )
         self._session.on_change = self._wake_waiters
         self._session.requests.on_resumed = self._note_resumed
-        self._transport = Transport(self._session, self.address, self._status_address, self._curve)
+        self._transport = Transport(
+            self._session, self.address, self._status_address, self._curve, on_placed=self.on_placed
+        )
         for source, drain in self._drains():
             self._loop.add_reader(source, drain)
             self._loop.call_soon(drain)

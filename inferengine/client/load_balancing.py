@@ -14,6 +14,10 @@ EnginePool and the simulator's fleets use the same object, so results in virtual
   that an engine that comes or goes moves only its own share. Bounded loads (Mirrokni, Thorup and Zadimoghaddam,
   "Consistent hashing with bounded loads", 2018): an engine with more than LOAD_FACTOR times the average number of
   requests gets none, unless it has less than LOAD_FLOOR.
+
+With every policy a request that names its session goes to the engine that served the session last (SessionEngines).
+
+Several front ends know of each other's choices by what the engines tell all of them (`learn`).
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import hashlib
 import random
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 AFFINITY_TOKENS = 256  # leading prompt tokens that decide an unknown prompt's home
@@ -33,6 +37,7 @@ MAX_REPLICAS = 4  # engines that are remembered for one beginning
 COMPUTE_WEIGHT = 4.0  # waiting tokens that a cached one outweighs
 SHARE_MEMORY = 256  # requests over which the share of cached tokens is averaged
 REMEMBERED_BEGINNINGS = 1 << 18
+REMEMBERED_SESSIONS = 1 << 16
 CHARACTERS_PER_TOKEN = 4
 # Where beginnings of prompts end, in tokens: closer together where a difference decides more.
 BOUNDARIES = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 256), *range(4096, 32_769, 1024))
@@ -89,14 +94,23 @@ class EngineLoads:
         """Whether an engine takes new requests."""
         return engine in self._members
 
+    def bound(self, candidates: Sequence[int]) -> float:
+        """Return the number of requests from which on one of `candidates` is overloaded. One is always below it."""
+        if candidates is self.available:
+            total = self.total_requests
+        else:
+            total = sum(self.num_requests[engine] for engine in candidates)
+        return max(LOAD_FLOOR, LOAD_FACTOR * (total + 1) / len(candidates))
+
 
 class Prompt(NamedTuple):
     """What a policy sees of a prompt: `keys[i]` is 64 bits of its first BOUNDARIES[i] tokens, `home` of its first
-    AFFINITY_TOKENS. Without keys where the policy wants none."""
+    AFFINITY_TOKENS. Without keys where the policy wants none. `session`: 64 bits of the session's key."""
 
     num_tokens: int = 0
     home: int = 0
     keys: Sequence[int] = ()
+    session: int | None = None
 
 
 class Choice(NamedTuple):
@@ -114,8 +128,11 @@ class Policy(Protocol):
     def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
         """Return the chosen one of `candidates`."""
 
+    def learn(self, engine: int, beginnings: Iterable[int]) -> None:
+        """Note that some front end has sent prompts with these beginnings to an engine. Most need not know."""
 
-class RoundRobin:
+
+class RoundRobin(Policy):
     """One after the other."""
 
     wants_keys = False
@@ -129,7 +146,7 @@ class RoundRobin:
         return Choice(candidates[self._next % len(candidates)], prompt.num_tokens)
 
 
-class PowerOfTwo:
+class PowerOfTwo(Policy):
     """The less loaded of two drawn at random."""
 
     wants_keys = False
@@ -145,7 +162,7 @@ class PowerOfTwo:
         return Choice(one if is_less else other, prompt.num_tokens)
 
 
-class PrefixAffinity:
+class PrefixAffinity(Policy):
     """The engine where the fewest prompt tokens lie before the first token, within the load bound."""
 
     wants_keys = True
@@ -162,8 +179,7 @@ class PrefixAffinity:
         requests, waiting, sent = loads.num_requests, loads.waiting_tokens, loads.sent_tokens
         over = 1.0 - self._new_share  # STATUS counts whole prompts, the cached part of which costs nothing
         is_all = candidates is loads.available
-        total = loads.total_requests if is_all else sum(requests[engine] for engine in candidates)
-        bound = max(LOAD_FLOOR, LOAD_FACTOR * (total + 1) / len(candidates))
+        bound = loads.bound(candidates)
         num_known, known = self._known(loads, prompt)
         best = -1
         least, fewest = 0.0, 0
@@ -192,19 +208,28 @@ class PrefixAffinity:
                 return BOUNDARIES[place], found
         return min(AFFINITY_TOKENS, prompt.num_tokens), (self._home(loads, prompt.home),)
 
-    def _remember(self, keys: Sequence[int], engine: int) -> None:
-        """Remember the engine for the prompt's longest beginning, and for some before it: other prompts may share those
-        alone. Their distances double, so a prompt of any length takes a few entries."""
+    def learn(self, engine: int, beginnings: Iterable[int]) -> None:
+        """Note that a front end has sent prompts with these beginnings to an engine."""
         engines = self._engines
-        place, distance = len(keys) - 1, 1
-        while place >= 0:
-            key = keys[place]
+        for key in beginnings:
+            found = engines.pop(key, ())
+            if engine not in found:
+                found = (engine, *found)[:MAX_REPLICAS]
+            engines[key] = found  # now the youngest entry
+        self._forget_oldest()
+
+    def _remember(self, keys: Sequence[int], engine: int) -> None:
+        """Remember the engine for the prompt's beginnings."""
+        engines = self._engines
+        for key in told_beginnings(keys):
             found = engines.pop(key, ())
             if not found or found[0] != engine:
                 found = (engine, *(other for other in found if other != engine))[:MAX_REPLICAS]
             engines[key] = found  # now the youngest entry
-            place -= distance
-            distance *= 2
+        self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        engines = self._engines
         while len(engines) > REMEMBERED_BEGINNINGS:
             del engines[next(iter(engines))]
 
@@ -226,6 +251,17 @@ class PrefixAffinity:
         return home
 
 
+def told_beginnings(keys: Sequence[int]) -> list[int]:
+    """Return the keys under which a prompt is remembered: that of its longest beginning, and of some before it, which
+    other prompts may share alone. Their distances double, so a prompt of any length takes a few."""
+    told, place, distance = [], len(keys) - 1, 1
+    while place >= 0:
+        told.append(keys[place])
+        place -= distance
+        distance *= 2
+    return told
+
+
 def two_of(candidates: Sequence[int], draw: Callable[[], float]) -> tuple[int, int]:
     """Return two different ones drawn at random, each pair equally likely; the only one twice."""
     count = len(candidates)
@@ -244,6 +280,33 @@ POLICIES: dict[str, Callable[[random.Random], Policy]] = {
 }
 
 
+class SessionEngines:
+    """The engine that served each session last; of the REMEMBERED_SESSIONS latest sessions."""
+
+    def __init__(self) -> None:
+        self._engines: dict[int, int] = {}  # by key, the oldest use first
+
+    def note(self, key: int, engine: int) -> None:
+        """Remember that the session is at this engine now."""
+        self._engines.pop(key, None)
+        self._engines[key] = engine
+        if len(self._engines) > REMEMBERED_SESSIONS:
+            del self._engines[next(iter(self._engines))]
+
+    def engine_of(self, prompt: Prompt, loads: EngineLoads, candidates: Sequence[int]) -> int | None:
+        """Return the engine of the prompt's session, or None where there is none, or it cannot take the request: it is
+        not among `candidates`, or overloaded."""
+        engine = None if prompt.session is None else self._engines.get(prompt.session)
+        if engine is None or not loads.is_available(engine):
+            return None
+        if candidates is not loads.available and engine not in candidates:
+            return None
+        is_full = loads.num_requests[engine] >= loads.bound(candidates)
+        # Computing the whole prompt elsewhere is better then.
+        is_slow = loads.waiting_tokens[engine] > COMPUTE_WEIGHT * max(prompt.num_tokens, AFFINITY_TOKENS)
+        return None if is_full or is_slow else engine
+
+
 class LoadBalancer:
     """Chooses an engine for each request: a policy over the engines' loads."""
 
@@ -257,26 +320,56 @@ class LoadBalancer:
         """`names` are the engines' stable names: affinity follows them over restarts and between front ends. `policy`:
         one of POLICIES, or one of the caller's own."""
         self.loads = EngineLoads(names)
+        self._sessions = SessionEngines()
         self._policy = POLICIES[policy](generator or random.Random()) if isinstance(policy, str) else policy
 
     def choose(
-        self, prompt_ids: Sequence[int] | str | None = None, salt: bytes = b"", *, avoid: Collection[int] = ()
+        self,
+        prompt_ids: Sequence[int] | str | None = None,
+        salt: bytes = b"",
+        *,
+        session: int | None = None,
+        avoid: Collection[int] = (),
     ) -> Choice | None:
-        """Return the engine for a request, or None where none is available. `avoid`: engines that refused it."""
-        tokens = prompt_ids or ()
-        wants_keys = self._policy.wants_keys and len(self.loads.available) > 1
-        return self.place(make_prompt(tokens, salt) if wants_keys else Prompt(_length(tokens)), avoid=avoid)
+        """Return the engine for a request, or None where none is available. `session`: the key of its session, see
+        `session_key`. `avoid`: engines that refused it."""
+        return self.place(self.read(prompt_ids or (), salt, session), avoid=avoid)
+
+    def read(self, prompt_ids: Sequence[int] | str, salt: bytes = b"", session: int | None = None) -> Prompt:
+        """Return what the policy needs of a prompt, for `place`."""
+        if self._policy.wants_keys and len(self.loads.available) > 1:
+            return make_prompt(prompt_ids, salt, session)
+        return Prompt(_length(prompt_ids), session=session)
 
     def place(self, prompt: Prompt, *, avoid: Collection[int] = ()) -> Choice | None:
-        """As `choose`, for a prompt whose keys are known."""
+        """As `choose`, for a prompt that was read. A session stays at its engine while that one is available and not
+        overloaded, whatever the policy; otherwise it moves to where the policy says, and stays there."""
         candidates: Sequence[int] = self.loads.available
         if avoid:
             candidates = [engine for engine in candidates if engine not in avoid]
-        return self._policy.pick(self.loads, candidates, prompt) if candidates else None
+        if not candidates:
+            return None
+        if prompt.session is None:
+            return self._policy.pick(self.loads, candidates, prompt)
+        engine = self._sessions.engine_of(prompt, self.loads, candidates)
+        choice = self._policy.pick(self.loads, candidates if engine is None else (engine,), prompt)
+        self.note_session(prompt, choice.engine)
+        return choice
+
+    def note_session(self, prompt: Prompt, engine: int) -> None:
+        """Remember where the prompt's session is now, if it has one."""
+        if prompt.session is not None:
+            self._sessions.note(prompt.session, engine)
+
+    def learn(self, engine: int, beginnings: Iterable[int], sessions: Iterable[int]) -> None:
+        """Note what some front end has sent to an engine: keys of `told_beginnings`, and of sessions."""
+        self._policy.learn(engine, beginnings)
+        for key in sessions:
+            self._sessions.note(key, engine)
 
 
-def make_prompt(prompt: Sequence[int] | str, salt: bytes) -> Prompt:
-    """Return what a policy sees of a prompt and its cache salt."""
+def make_prompt(prompt: Sequence[int] | str, salt: bytes, session: int | None = None) -> Prompt:
+    """Return what a policy sees of a prompt and its cache salt, with the key of its session."""
     size = CHARACTERS_PER_TOKEN if isinstance(prompt, str) else 4
     if isinstance(prompt, str):
         data = prompt[: size * BOUNDARIES[-1]].encode()
@@ -292,7 +385,16 @@ def make_prompt(prompt: Sequence[int] | str, salt: bytes) -> Prompt:
         begun.update(view[start:end])
         keys.append(int.from_bytes(begun.copy().digest(), "little"))
         start = end
-    return Prompt(_length(prompt), prefix_key(prompt, salt), keys)
+    return Prompt(_length(prompt), prefix_key(prompt, salt), keys, session)
+
+
+def session_key(session: str, tenant: str = "") -> int | None:
+    """Return 64 bits of a session's name, other ones for each tenant; None for no name."""
+    if not session:
+        return None
+    name = tenant.encode()
+    named = len(name).to_bytes(4, "little") + name + session.encode("utf-8", "surrogatepass")  # JSON may have halves
+    return _hash64(b"session" + named)
 
 
 def prefix_key(prompt: Sequence[int] | str, salt: bytes, num_tokens: int = AFFINITY_TOKENS) -> int:

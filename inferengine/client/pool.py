@@ -36,12 +36,12 @@ from inferengine.client.client import AsyncClient, Stream, Submission
 from inferengine.client.discovery import REFRESH_S as DISCOVERY_S
 from inferengine.client.discovery import EngineDiscovery
 from inferengine.client.hedging import HedgeBudget
-from inferengine.client.load_balancing import Choice, LoadBalancer
+from inferengine.client.load_balancing import Choice, LoadBalancer, Prompt, session_key, told_beginnings
 from inferengine.client.requests import RESUME_WAIT_S, Delta, OpenRequest, engine_mismatch, error_of
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire.curve import ClientKeys
-from inferengine.wire.messages import Accept, ModelFiles, Welcome
+from inferengine.wire.messages import Accept, ModelFiles, Welcome, to_u64
 
 FROZEN_LOOP_MS = 30_000.0
 STATUS_SILENCE_S = 3.0  # a connected engine whose STATUS stops for so long is unhealthy
@@ -94,24 +94,23 @@ class _PooledRequest:
     """A submission that can move: without output yet, or with its engine lost."""
 
     __slots__ = (
-        "arguments",
         "engine",
         "hedge",
         "moves",
         "num_prompt",
+        "prompt",
         "refused_by",
         "submission",
         "submitted_s",
         "timer",
     )
 
-    def __init__(
-        self, submission: Submission, engine: _Engine, prompt: Sequence[int] | str, salt: bytes, now: float
-    ) -> None:
+    def __init__(self, submission: Submission, engine: _Engine, prompt: Prompt, num_prompt: int, now: float) -> None:
+        """`num_prompt`: tokens or characters of the prompt."""
         self.submission = submission
         self.engine = engine
-        self.arguments = (prompt, salt)
-        self.num_prompt = len(prompt)
+        self.prompt = prompt
+        self.num_prompt = num_prompt
         self.submitted_s = now
         self.refused_by: set[int] = set()
         self.moves = 0
@@ -223,6 +222,7 @@ class EnginePool:
     def _add(self, address: str) -> _Engine:
         engine = _Engine(len(self._engines), self._make_client(address))
         engine.client.on_resumed = self._note_resumed
+        engine.client.on_placed = partial(self._balancer.learn, engine.index)
         self._engines.append(engine)
         self._balancer.loads.add(address)
         return engine
@@ -310,21 +310,23 @@ class EnginePool:
     def submit(
         self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
     ) -> Submission:
-        """As AsyncClient.submit. Raises engine_unavailable when no engine takes requests."""
+        """As AsyncClient.submit. Requests of one `session` go to one engine while it is there and not overloaded; other
+        tenants' sessions of the same name are others. Raises engine_unavailable when no engine takes requests."""
         request_id = arguments.get("request_id")
         known = self._engine_of.get(request_id) if request_id is not None else None  # a known id goes to its engine
-        prompt = _affinity_text(prompt_ids, arguments)
-        salt = arguments.get("salt", b"")
+        text = _affinity_text(prompt_ids, arguments)
+        session = session_key(arguments.get("session", ""), arguments.get("tenant", ""))
+        prompt = self._read(text, arguments.get("salt", b""), session)
         if known is not None and known.client.connected:
             engine, num_new_tokens = known, 0
         else:
-            engine, num_new_tokens = self._choose(prompt, salt)
+            engine, num_new_tokens = self._choose(prompt)
 
         def prepare(submission: Submission) -> None:
             now = asyncio.get_running_loop().time()
             self._sent(engine, num_new_tokens, now)
             self._remember(submission.id, engine)
-            pooled = _PooledRequest(submission, engine, prompt, salt, now)
+            pooled = _PooledRequest(submission, engine, prompt, len(text), now)
             submission.request.failover = partial(self._failover, pooled)
             submission.on_first(partial(self._on_first, pooled))
             if request_id is None and not arguments.get("detached"):
@@ -333,7 +335,8 @@ class EnginePool:
                 self._movable[submission.id] = pooled
                 self._plan_watch()
 
-        return engine.client.submit(prompt_ids, params, prepare=prepare, **arguments)
+        placement = to_u64(told_beginnings(prompt.keys)), b"" if session is None else to_u64([session])
+        return engine.client.submit(prompt_ids, params, prepare=prepare, placement=placement, **arguments)
 
     def attach(
         self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1, reply: str = "tokens"
@@ -362,13 +365,20 @@ class EnginePool:
 
     def choose(self, prompt: Sequence[int] | str = (), salt: bytes = b"") -> AsyncClient:
         """Return the engine for a request with this prompt. Raises engine_unavailable when none is connected."""
-        return self._choose(prompt, salt)[0].client
+        return self._choose(self._read(prompt, salt))[0].client
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _choose(self, prompt: Sequence[int] | str, salt: bytes) -> tuple[_Engine, int]:
+    def _read(self, prompt: Sequence[int] | str, salt: bytes, session: int | None = None) -> Prompt:
+        """Return what choosing an engine needs of a prompt."""
+        now = asyncio.get_running_loop().time()
+        if now - self._refreshed_s > REFRESH_S:  # how much it needs depends on how many engines there are
+            self._refresh(now)
+        return self._balancer.read(prompt, salt, session)
+
+    def _choose(self, prompt: Prompt) -> tuple[_Engine, int]:
         """Return the engine for a request, and how many prompt tokens it is expected to compute."""
-        choice = self._pick(prompt, salt, ())
+        choice = self._pick(prompt, ())
         if choice is not None:
             return self._engines[choice.engine], choice.num_new_tokens
         for engine in self._engines:
@@ -376,14 +386,14 @@ class EnginePool:
                 return engine, 0  # it is starting or draining, and its REJECT says so
         raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)
 
-    def _pick(self, prompt: Sequence[int] | str, salt: bytes, avoid: Sequence[int] | set[int]) -> Choice | None:
+    def _pick(self, prompt: Prompt, avoid: Sequence[int] | set[int]) -> Choice | None:
         now = asyncio.get_running_loop().time()
         if now - self._refreshed_s > REFRESH_S:
             self._refresh(now)
-        choice = self._balancer.choose(prompt, salt, avoid=avoid)
+        choice = self._balancer.place(prompt, avoid=avoid)
         if choice is not None and not self._engines[choice.engine].client.ready:
             self._refresh(now)
-            choice = self._balancer.choose(prompt, salt, avoid=avoid)
+            choice = self._balancer.place(prompt, avoid=avoid)
         if choice is not None:
             return choice
         # None is healthy. One that is READY and seems frozen may only be slow.
@@ -430,7 +440,7 @@ class EnginePool:
         while pooled.moves < MAX_MOVES:
             pooled.moves += 1
             self._refreshed_s = float("-inf")
-            choice = self._pick(*pooled.arguments, pooled.refused_by)
+            choice = self._pick(pooled.prompt, pooled.refused_by)
             index = None if choice is None else choice.engine
             if index is None and error.code == "engine_restarted":
                 index = pooled.engine.index  # no other engine is there
@@ -460,7 +470,7 @@ class EnginePool:
         for engine in self._engines:
             if engine.client.ready and engine_mismatch(request, engine.client.welcome) is not None:
                 unfit.add(engine.index)
-        while (choice := self._pick(*pooled.arguments, unfit)) is not None:
+        while (choice := self._pick(pooled.prompt, unfit)) is not None:
             index = choice.engine
             target = self._engines[index].client
             if not target.ready or target.reads(request.id):
@@ -532,7 +542,8 @@ class EnginePool:
         request = pooled.submission.request
         if self._closed or not self._is_undecided(request) or request.lost_s is not None or request.held:
             return
-        choice = self._pick(*pooled.arguments, {*pooled.refused_by, pooled.engine.index})
+        # The session stays where it is, unless this run wins.
+        choice = self._pick(pooled.prompt._replace(session=None), {*pooled.refused_by, pooled.engine.index})
         if choice is None:
             return
         engine = self._engines[choice.engine]
@@ -577,6 +588,7 @@ class EnginePool:
         pooled.engine.client.release(pooled.submission)
         pooled.refused_by.add(pooled.engine.index)
         pooled.engine = hedge.engine
+        self._balancer.note_session(pooled.prompt, hedge.engine.index)
         self._remember(request.id, hedge.engine)
         pooled.submission.go_on_as(hedge.request, hedge.engine.client)
         return True
@@ -636,7 +648,7 @@ class EnginePool:
     def _move_away(self, pooled: _PooledRequest) -> None:
         """Move a request off an engine that does not answer, if another one is there."""
         refused_by = {*pooled.refused_by, pooled.engine.index}
-        if self._pick(*pooled.arguments, refused_by) is None:
+        if self._pick(pooled.prompt._replace(session=None), refused_by) is None:
             return
         pooled.engine.client.release(pooled.submission)
         pooled.submission.request.fail(InferEngineError("engine_unavailable", "The engine is gone."))

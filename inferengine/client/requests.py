@@ -453,6 +453,7 @@ class SubmitOptions(TypedDict, total=False):
     priority: int
     tenant: str
     salt: bytes  # of the prefix cache: only requests with the same salt share prefixes
+    session: str  # a pool sends requests of one session to one engine; with one engine it changes nothing
     deadline_s: float | None  # from now
     detached: bool  # runs on when its clients are gone
     reply: str  # tokens, text, both or embedding
@@ -463,6 +464,7 @@ class SubmitOptions(TypedDict, total=False):
     adapter: str  # LoRA adapter, by name
     traceparent: str  # W3C's, of the caller's span
     prediction_ids: Sequence[int]  # what the output will probably be: draft tokens, where the engine makes any of text
+    placement: tuple[bytes, bytes]  # a pool's: keys of the prompt's beginnings and of its session, for other pools
     resubmit: bool  # true: resumes at another engine, or at this one's successor, when its engine is lost
 
 
@@ -482,6 +484,7 @@ def make_submit(
     if reply == "tokens":
         values.pop("stop", None)
     deadline_s, grammar = options.get("deadline_s"), options.get("grammar")
+    beginnings, session = options.get("placement", (b"", b""))
     return Submit(
         id=options.get("request_id") or secrets.token_bytes(ID_BYTES),
         stream=0,
@@ -502,6 +505,8 @@ def make_submit(
         pooling=options.get("pooling", ""),
         traceparent=options.get("traceparent", ""),
         prediction=to_u32(options.get("prediction_ids", ())),
+        beginnings=beginnings,
+        session=session,
     )
 
 

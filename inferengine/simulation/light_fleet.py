@@ -1,7 +1,8 @@
 """LightFleet: up to thousands of light engines behind the clients' balancer, in virtual time.
 
 As in the service: each front end has a balancer of its own, STATUS reports the engines' loads to all of them every
-250 ms, and in between a balancer counts what it sent. When an engine dies, its requests without output go elsewhere
+250 ms, and in between a balancer counts what it sent. With several front ends the engines tell all of them then which
+beginnings and sessions they were sent. When an engine dies, its requests without output go elsewhere
 DETECTION_S later; those with output, with what they have put out, when the engine's lease is over or it is back.
 
 `choice="ideal"` is what policies are measured against: each request goes to the engine with the fewest open requests
@@ -16,7 +17,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from inferengine.client.load_balancing import LoadBalancer
+from inferengine.client.load_balancing import LoadBalancer, mix, told_beginnings
 from inferengine.simulation.fleet import DETECTION_S, LEASE_S, STATUS_INTERVAL_S, Failure
 from inferengine.simulation.light_engine import LightEngine, PartCache, Run, SharedCache, StepEnd
 from inferengine.simulation.policies import COMPARED, CacheAware
@@ -64,9 +65,13 @@ class LightFleet:
         num_engines: int,
         choice: str = "prefix_affinity",
         num_front_ends: int = 1,
+        names_sessions: bool = False,
+        tells_placements: bool = True,
         failures: Sequence[Failure] = (),
         seed: int = 0,
     ) -> None:
+        """`names_sessions`: requests say which session they belong to. `tells_placements`: engines tell all front ends
+        what they were sent, where there are several."""
         self.records: list[Record] = []
         self.num_submitted = 0
         self.now = 0.0
@@ -81,6 +86,9 @@ class LightFleet:
         ]
         self.balancers = [LoadBalancer(names, policy) for policy in self._policies]
         self._router_of: dict[int, CacheAware] = {}  # by uid: whose open request it is
+        self._names_sessions = names_sessions
+        self._tells_placements = tells_placements and num_front_ends > 1
+        self._placed: list[tuple[int, list[int], tuple[int, ...]]] = []  # since the last STATUS
         self._open = [0.0] * num_engines  # the ideal's exact loads
         self._events: list[tuple[float, int, int, Any]] = []
         self._sequence = 0
@@ -135,6 +143,9 @@ class LightFleet:
             for host in self.hosts:
                 if host.is_alive:
                     report(host.index, host.engine.waiting_tokens, host.engine.num_requests)
+            for placement in self._placed:
+                balancer.learn(*placement)
+        self._placed.clear()
         self._plan(self.now + STATUS_INTERVAL_S, _STATUS, None)
 
     def _on_failure(self, failure: Failure) -> None:
@@ -197,6 +208,8 @@ class LightFleet:
         else:
             number = run.request.uid % len(self.balancers)  # any front end may get any turn
             balancer = self.balancers[number]
+            if self._names_sessions:
+                prompt = prompt._replace(session=mix(run.request.session.uid))
             chosen = balancer.place(prompt)
             if chosen is None:
                 self._unplaced.append(run)
@@ -211,6 +224,9 @@ class LightFleet:
             self._left(host, run)
             self._plan(self.now + DETECTION_S, _DETECTION, (host, host.incarnation, [run]))
             return
+        if self._tells_placements:
+            sessions = () if prompt.session is None else (prompt.session,)
+            self._placed.append((host.index, told_beginnings(prompt.keys), sessions))
         self._follow(host, host.engine.submit(run, self.now))
 
     def _follow(self, host: _LightHost, end: StepEnd | None) -> None:

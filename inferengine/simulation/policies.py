@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from inferengine.client.load_balancing import BOUNDARIES, POLICIES, Choice, EngineLoads, Policy, Prompt
 
 
-class RandomChoice:
+class RandomChoice(Policy):
     """Any engine."""
 
     wants_keys = False
@@ -31,7 +31,7 @@ class RandomChoice:
         return Choice(candidates[int(self._random() * len(candidates))], prompt.num_tokens)
 
 
-class LeastLoaded:
+class LeastLoaded(Policy):
     """The engine with the fewest requests."""
 
     wants_keys = False
@@ -47,7 +47,7 @@ class LeastLoaded:
         return Choice(turned[counts.index(min(counts))], prompt.num_tokens)
 
 
-class CacheAware:
+class CacheAware(Policy):
     """SGLang's router; see the module. Call `ended` when a request ends."""
 
     wants_keys = True

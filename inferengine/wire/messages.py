@@ -28,7 +28,7 @@ from inferengine.fields import MAX_I64, FieldError, about
 from inferengine.fields import read as read_fields
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 3
+PROTOCOL_MINOR = 4
 MAGIC = b"IE"
 
 STARTING, READY, DRAINING, STOPPING = "STARTING", "READY", "DRAINING", "STOPPING"
@@ -45,6 +45,8 @@ MAX_NOTE_BYTES = 256 * 1024
 MAX_LIST_ITEMS = 65_536  # entries of one list in a message, beyond which no honest client goes
 MAX_STOP_CHARACTERS = 65_536  # of a stop string that a peer found
 MAX_U32 = 2**32 - 1
+MAX_BEGINNINGS = 32  # keys of beginnings in one SUBMIT
+PLACED_TOPIC = b"placed."  # and the engine's name: on PUB, what the engine was sent lately
 
 
 def one_of(choices: tuple[str, ...]) -> Meta:
@@ -137,6 +139,9 @@ class Submit(Body, frozen=True):
     resume: Annotated[tuple[bytes | None, ...], _FEW] | None = None
     stalls: U32 = 0  # stalled steps of engines that this request was in flight at
     prediction: bytes = b""  # u32[]: what the output will probably be, to draft tokens from
+    # u64[], the keys of this prompt's beginnings and of its session, which the engine tells all front ends.
+    beginnings: Annotated[bytes, Meta(max_length=8 * MAX_BEGINNINGS)] = b""
+    session: Annotated[bytes, Meta(max_length=8)] = b""
 
 
 class StopFound(NamedTuple):
@@ -430,6 +435,8 @@ SELDOM = (
     "traceparent",
     "stalls",
     "prediction",
+    "beginnings",
+    "session",
 )
 
 
@@ -495,6 +502,9 @@ def _submit_from(body: dict[str, Any], raw: Sequence[bytes]) -> Submit:
             _check_message(message, f"messages[{place}]")
     if len(submit.prediction) % 4:
         raise WireError("prediction: must be u32[] (bin of a multiple of 4 bytes)", field="prediction")
+    for name in ("beginnings", "session"):
+        if len(getattr(submit, name)) % 8:
+            raise WireError(f"{name}: must be u64[] (bin of a multiple of 8 bytes)", field=name)
     for place, output in enumerate(submit.resume or ()):
         if output is not None and len(output) % 4:
             field = f"resume[{place}]"
@@ -600,6 +610,23 @@ def to_u32(values: Iterable[int]) -> bytes:
         packed = array("I", packed)
         packed.byteswap()
     return packed.tobytes()
+
+
+def to_u64(values: Iterable[int]) -> bytes:
+    """Little-endian unsigned 64-bit. Raises OverflowError or TypeError for what does not fit."""
+    packed = array("Q", values)
+    if _SWAP:
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def from_u64(data: bytes) -> array[int]:
+    """The inverse of `to_u64`. Raises ValueError for a length that is no multiple of 8."""
+    values = array("Q")
+    values.frombytes(data)
+    if _SWAP:
+        values.byteswap()
+    return values
 
 
 def from_u32(data: bytes, field: str = "tokens") -> array[int]:
@@ -823,10 +850,12 @@ __all__ = [
     "decode",
     "encode",
     "from_u32",
+    "from_u64",
     "header",
     "pack",
     "step_frames",
     "to_u32",
+    "to_u64",
 ]
 
 _HEADER = {kind: MAGIC + bytes((PROTOCOL_MAJOR, kind)) for name, kind in vars(Kind).items() if not name.startswith("_")}

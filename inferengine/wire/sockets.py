@@ -106,11 +106,12 @@ def client_dealer(context: zmq.Context[zmq.Socket[bytes]], routing_id: bytes) ->
     return dealer
 
 
-def status_subscriber(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A client's SUB for STATUS."""
+def status_subscriber(context: zmq.Context[zmq.Socket[bytes]], *topics: bytes) -> zmq.Socket[bytes]:
+    """A client's SUB for STATUS, and for messages of these topics."""
     subscriber = context.socket(zmq.SUB)
     _keep_alive(subscriber)
-    subscriber.setsockopt(zmq.SUBSCRIBE, b"status.")
+    for topic in (b"status.", *topics):
+        subscriber.setsockopt(zmq.SUBSCRIBE, topic)
     subscriber.setsockopt(zmq.RCVHWM, STATUS_HIGH_WATER_MARK)
     subscriber.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     subscriber.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)

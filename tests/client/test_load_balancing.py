@@ -22,6 +22,8 @@ from inferengine.client.load_balancing import (
     make_prompt,
     mix,
     prefix_key,
+    session_key,
+    told_beginnings,
 )
 
 
@@ -200,6 +202,93 @@ def test_an_engine_that_is_away_or_refused_is_not_chosen(policy: str) -> None:
     assert balancer.choose(avoid={0, 2, 3}) is None
     balancer.loads.set_available(())
     assert balancer.choose() is None
+
+
+def engines_of_session(balancer: LoadBalancer, count: int, *, avoid: Sequence[int] = ()) -> list[int]:
+    """The engines of requests of one session, whose prompts have nothing in common."""
+    key = session_key("a conversation")
+    choices = [balancer.choose(prompt, session=key, avoid=avoid) for prompt in make_prompts(count, length=300)]
+    return [choice.engine for choice in choices if choice is not None]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_session_stays_at_its_engine(policy: str) -> None:
+    assert len(set(engines_of_session(make_balancer(policy, 16), 20))) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("hindrance", ["away", "refused", "full", "long queue"])
+def test_a_session_whose_engine_cannot_take_it_moves_and_stays_there(policy: str, hindrance: str) -> None:
+    balancer = make_balancer(policy, 4)
+    (first,) = engines_of_session(balancer, 1)
+    avoid: list[int] = []
+    if hindrance == "away":
+        balancer.loads.set_available([engine for engine in range(4) if engine != first])
+    elif hindrance == "refused":
+        avoid = [first]
+    elif hindrance == "full":
+        balancer.loads.report(first, 0, LOAD_FLOOR)
+    else:
+        balancer.loads.report(first, 100_000, 1)
+    (second,) = engines_of_session(balancer, 1, avoid=avoid)
+    balancer.loads.set_available(range(4))
+    balancer.loads.report(first, 0, 0)
+    assert second != first
+    assert set(engines_of_session(balancer, 10)) == {second}
+
+
+def test_sessions_never_exceed_the_load_bound() -> None:
+    """Everything is one session: without the bound one engine would get it all."""
+    balancer = make_balancer("power_of_two", 10)
+    loads: Counter[int] = Counter()
+    for number in range(1, 400):
+        choice = balancer.choose([1] * 8, session=7)
+        assert choice is not None
+        balancer.loads.sent(choice.engine, 0)
+        loads[choice.engine] += 1
+        assert max(loads.values()) <= max(LOAD_FLOOR, math.ceil(LOAD_FACTOR * number / 10))
+
+
+def test_tenants_sessions_of_one_name_are_apart() -> None:
+    names = [("s", ""), ("s", "acme"), ("s", "other"), ("acmes", ""), ("es", "acm")]
+    assert len({session_key(*name) for name in names}) == len(names)
+    assert session_key("", "acme") is None
+
+
+def test_remembered_sessions_are_bounded_and_the_latest_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_balancing, "REMEMBERED_SESSIONS", 50)
+    balancer = make_balancer("round_robin", 64)
+    first = [balancer.choose(session=key) for key in range(60)]
+    assert len(balancer._sessions._engines) == 50
+    assert [balancer.choose(session=key) for key in range(10, 60)] == first[10:]
+
+
+def test_a_front_end_goes_where_another_sent_the_beginning() -> None:
+    """That one sent a document to an engine that is not its home."""
+    one, informed, ignorant = (make_balancer("prefix_affinity", 16, seed) for seed in (1, 2, 3))
+    document, question = make_prompts(2, length=3000)
+    home = choose(one, document)
+    engine = choose(one, document, avoid=[home])
+    informed.learn(engine, told_beginnings(make_prompt(document, b"").keys), ())
+    assert choose(informed, document + question) == engine
+    assert choose(ignorant, document + question) == home
+
+
+def test_a_front_end_goes_where_another_sent_the_session() -> None:
+    one, other = (make_balancer("power_of_two", 64, seed) for seed in (1, 2))
+    (engine,) = engines_of_session(one, 1)
+    key = session_key("a conversation")
+    assert key is not None
+    other.learn(engine, (), [key])
+    assert set(engines_of_session(other, 5)) == {engine}
+
+
+def test_what_is_learnt_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_balancing, "REMEMBERED_BEGINNINGS", 50)
+    policy = PrefixAffinity(random.Random(0))
+    balancer = LoadBalancer(["one", "other"], policy)
+    balancer.learn(1, range(200), ())
+    assert len(policy._engines) == 50
 
 
 def test_totals_follow_reports_and_availability() -> None:

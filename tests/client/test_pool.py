@@ -10,8 +10,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from inferengine.client import AsyncClient, EnginePool, Finish, Stream, Submission
+from inferengine.client.load_balancing import make_prompt, session_key, told_beginnings
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
+from inferengine.wire.messages import to_u64
 from tests.client.engine_process import EngineProcess, engine_processes
 from tests.engine.builders import VOCAB_SIZE
 
@@ -251,6 +253,87 @@ def test_a_cancelled_request_is_not_moved() -> None:
         assert pool.num_moved == 0
 
     run_with_engines(body)
+
+
+def submit_in_session(pool: EnginePool, seed: int, tenant: str = "", max_tokens: int = 1) -> Submission:
+    return submit(pool, max_tokens, seed, session="a conversation", tenant=tenant)
+
+
+def test_a_session_stays_at_its_engine_until_that_one_is_gone_and_then_at_another() -> None:
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        async def ask(seed: int) -> AsyncClient:
+            submission = submit_in_session(pool, seed)
+            await read(submission.streams[0])
+            client, ended_s = client_of(pool, submission), asyncio.get_running_loop().time()
+            await until(lambda: (client.status_received_s or 0.0) > ended_s)  # without this request's load
+            return client
+
+        homes = {await ask(seed) for seed in range(12)}
+        (home,) = homes
+        engines[pool.clients.index(home)].kill()
+        await until(lambda: not home.connected)
+        later = {await ask(seed) for seed in range(12, 24)}
+        assert len(later) == 1
+        assert later != homes
+
+    run_with_engines(body, count=4)
+
+
+def test_a_session_follows_its_request_from_a_lost_engine() -> None:
+    """The request has output when its engine dies: it goes on elsewhere, and the next one follows."""
+
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        submission = submit_in_session(pool, 1, max_tokens=200)
+        reader = asyncio.create_task(read_ids(submission.streams[0]))
+        await until(lambda: submission.streams[0].num_tokens > 3)
+        engines[pool.clients.index(client_of(pool, submission))].kill()
+        tokens, _ = await reader
+        assert tokens == output_of(200, 1)
+        following = [client_of(pool, submit_in_session(pool, seed)) for seed in range(2, 5)]
+        assert set(following) == {client_of(pool, submission)}
+
+    run_with_engines(body, count=4)
+
+
+def test_sessions_of_one_name_of_many_tenants_are_spread() -> None:
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        homes = set()
+        for number in range(16):
+            submission = submit_in_session(pool, number, tenant=f"tenant-{number}")
+            homes.add(client_of(pool, submission))
+            await read(submission.streams[0])
+        assert len(homes) > 1
+
+    run_with_engines(body, count=4)
+
+
+def test_pools_know_of_each_others_sessions_and_beginnings() -> None:
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        other = EnginePool([engine.address for engine in engines], policy="prefix_affinity", generator=random.Random(2))
+        try:
+            await other.connect(20.0)
+            for client in other.clients:
+                await client.wait_ready(20.0)
+            await until(lambda: all(client.status is not None for client in other.clients))
+            params = SamplingParams(max_tokens=1, ignore_eos=True)
+            document = list(range(1, 200))
+            first = submit_in_session(pool, 1)
+            home = pool.choose(document)  # the ring's, for both
+            elsewhere = next(client for client in pool.clients if client is not home)
+            keys = told_beginnings(make_prompt(document, b"").keys)
+            second = elsewhere.submit(document, params, placement=(to_u64(keys), b""))
+            for submission in (first, second):
+                await read(submission.streams[0])
+            await until(lambda: all(key in other._balancer._policy._engines for key in keys))
+            session = session_key("a conversation")
+            await until(lambda: session in other._balancer._sessions._engines)
+            following = [submit_in_session(other, seed) for seed in range(2, 6)]
+            assert {client_of(other, item).address for item in following} == {client_of(pool, first).address}
+            assert other.choose([*document, 7]).address == elsewhere.address
+        finally:
+            await other.close()
+
+    run_with_engines(body, count=4, policy="prefix_affinity")
 
 
 def test_equal_prompts_go_to_one_engine() -> None:

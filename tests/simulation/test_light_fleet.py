@@ -141,6 +141,23 @@ def test_the_published_policy_follows_the_tree_until_the_loads_are_unequal() -> 
     assert engines == [engines[0]] * 5 + [1 - engines[0]]
 
 
+def hit_rate(choice: str, **options_: object) -> float:
+    """Of conversations with pauses, through four front ends."""
+    trace = make_trace("agents", num_engines=24, load=0.4)
+    fleet = LightFleet(options(), trace, num_engines=24, choice=choice, num_front_ends=4, **options_)  # type: ignore[arg-type]
+    fleet.run()
+    found: float = summary(fleet, begin_s=0.0)["hit_rate"]
+    return found
+
+
+def test_front_ends_that_are_told_of_each_others_requests_find_what_is_cached() -> None:
+    assert hit_rate("prefix_affinity") > hit_rate("prefix_affinity", tells_placements=False) + 0.05
+
+
+def test_sessions_that_are_named_are_found_without_looking_at_prompts() -> None:
+    assert hit_rate("power_of_two", names_sessions=True) > hit_rate("power_of_two") + 0.2
+
+
 def test_policies_of_others_are_not_offered_to_users() -> None:
     assert set(COMPARED) - {"random", "least_loaded", "cache_aware"} == {
         "round_robin",

@@ -39,7 +39,8 @@ EXAMPLES: dict[str, Message] = {
     "hello": Hello((1, 0), role="http", name="front-1", features=("text",), window=32),
     "hello_1_1": Hello((1, 1), role="http"),
     "hello_1_2": Hello((1, 2), role="http"),
-    "hello_1_3": Hello(role="http"),
+    "hello_1_3": Hello((1, 3), role="http"),
+    "hello_1_4": Hello(role="http"),
     "hello_resume": Hello((1, 0), role="http", name="front-1", epoch=EPOCH, last_seq=41),
     "submit_tokens": Submit(
         ID, 7, PROMPT.tobytes(), params={"max_tokens": 16, "temperature": 0.5, "seed": 11}, label="job 1"
@@ -68,6 +69,7 @@ EXAMPLES: dict[str, Message] = {
         ID, 9, PROMPT.tobytes(), params={"n": 3, "seed": 5}, resume=(PROMPT[:2].tobytes(), None, b""), stalls=1
     ),
     "submit_prediction": Submit(ID, 9, PROMPT.tobytes(), prediction=PROMPT[1:].tobytes()),
+    "submit_placement": Submit(ID, 9, PROMPT.tobytes(), beginnings=EPOCH + ID[:8], session=ID[8:]),
     "cancel": Cancel((7, 8), (ID,)),
     "cancel_leave": Cancel((7, 8), leave=True),
     "cancel_stopped": Cancel((7,), stopped=(StopFound(7, 12, "###"),)),

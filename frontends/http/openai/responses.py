@@ -322,6 +322,7 @@ def _envelope(body: dict[str, Any], asked: Asked, chat: ChatRequest) -> dict[str
 PASSED_ON = (
     *(name for name in SAMPLING if name != "n"),
     *("cache_salt", "priority", "chat_template_kwargs", "parallel_tool_calls", "stream", "model"),
+    *("prompt_cache_key", "session_id"),
 )
 NAMES = {
     "response_format": "text.format",

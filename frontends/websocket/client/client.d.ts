@@ -114,6 +114,8 @@ export interface GenerateOptions {
   priority?: number;
   /** requests share cached prefixes only with those of the same salt; text of at most 256 */
   cacheSalt?: string;
+  /** requests of one session go to one engine where there are several; text of at most 256 */
+  session?: string;
   /** seconds after which the engine ends the request; number in [0.001, 86400] */
   deadlineSeconds?: number;
   /** run on while no socket reads the request; default: true */

@@ -267,6 +267,7 @@ class EngineIO:
         self._lifecycle = lifecycle
         self._status_interval_s = config.wire.status_interval_s
         self._status_topic = b"status." + lifecycle.engine.encode()
+        self._placed_topic = messages.PLACED_TOPIC + lifecycle.engine.encode()
         self._status_due_s = 0.0
         self._ended = False  # every choice was ended: what the loop still posts comes too late
         self.counters = Counters()
@@ -431,6 +432,9 @@ class EngineIO:
         if now >= self._status_due_s:
             self._status_due_s = now + self._status_interval_s
             self._thread.publish([self._status_topic, *messages.encode(Status(self._stats.status()))])
+            placed = self.intake.placements.take()
+            if placed and self.counters.num_connections > 1:  # a single front end knows what it has sent
+                self._thread.publish([self._placed_topic, *placed])
         return min(self._status_due_s, now + (RETRY_S if self.connections.has_backlog else TICK_S))
 
     def _terminate(self, termination: Termination) -> None:

@@ -53,6 +53,7 @@ RESUMED_SHARE = 2  # times the queue's limits, for requests that an earlier engi
 MAX_STALLS = 2  # a request that was in flight at so many stalled steps is not run again
 TEXT_TIMEOUT_S = 30.0  # longest that a request waits for its prompt to be tokenized
 RETRY_AFTER_S = 5.0
+MAX_PLACED_BYTES = 64 * 1024  # of keys of placements between two STATUS
 ENDING_RETRY_S = 0.1  # before a client may resume a request that is being cancelled because its connection was lost
 
 
@@ -316,6 +317,32 @@ class PendingSubmissions:
             self._ready(item, item.prompt)
 
 
+class Placements:
+    """The keys of the beginnings and sessions that came with the latest accepted requests, for all front ends to know.
+
+    Kept are at most MAX_PLACED_BYTES of them until they are taken.
+    """
+
+    def __init__(self) -> None:
+        self._beginnings = bytearray()
+        self._sessions = bytearray()
+
+    def add(self, message: Submit) -> None:
+        """Note an accepted request."""
+        for kept, keys in ((self._beginnings, message.beginnings), (self._sessions, message.session)):
+            if len(kept) + len(keys) <= MAX_PLACED_BYTES:
+                kept += keys
+
+    def take(self) -> list[bytes]:
+        """Return the keys of beginnings and those of sessions as u64[], and forget them. Empty where there are none."""
+        if not self._beginnings and not self._sessions:
+            return []
+        taken = [bytes(self._beginnings), bytes(self._sessions)]
+        self._beginnings.clear()
+        self._sessions.clear()
+        return taken
+
+
 class Intake:
     """The requests of all connections: SUBMIT, ATTACH and CANCEL."""
 
@@ -332,6 +359,7 @@ class Intake:
         replay: GrammarReplay,
         adapters: AdapterService,
     ) -> None:
+        self.placements = Placements()
         self._engine = engine
         self._config = config
         self._lifecycle = lifecycle
@@ -609,6 +637,7 @@ class Intake:
             submission.context_ids = prompt[-CONTEXT_TOKENS:].tolist()
         self._publisher.open(submission, range(first, first + params.n), now, outputs)
         self._counters.accepted(len(live), max_tokens)
+        self.placements.add(message)
         engine.loop.submit(requests, grammars)
 
     def _admit(

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from inferengine.client.load_balancing import session_key
+from inferengine.wire.messages import to_u64
 from tests.frontends.http.builders import TOKENIZER, House, ids, says, text_of, wait_until
 from tests.frontends.scripted_engine import MAX_MODEL_LEN, Script
 
@@ -149,6 +151,26 @@ def test_parameters_reach_the_engine(served: House) -> None:
     assert values == wanted
     assert (submit.priority, submit.salt, submit.label) == (3, b"tenant", "mine")
     assert submit.deadline_ms == 600_000
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_session_is_named_by_the_body_or_the_header(served: House, path: str) -> None:
+    prompt = {"prompt": [5, 6]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    body = {"input": "hi"} if path == "/v1/responses" else prompt
+    header = {"x-session-id": "mine"}
+    asked = [
+        ({}, {}),
+        ({}, header),
+        ({"prompt_cache_key": "mine"}, {}),
+        ({"session_id": "mine", "prompt_cache_key": "other"}, {}),
+        ({"prompt_cache_key": "other"}, header),
+        ({"session_id": "mine", "detached": path == "/v1/completions"}, {}),
+    ]
+    for fields, headers in asked:
+        answer = served.http.post(path, json={"max_tokens": 4, **body, **fields}, headers=headers)
+        assert answer.status_code == 200
+    mine, other = (to_u64([session_key(name) or 0]) for name in ("mine", "other"))
+    assert [submit.session for submit in served.engine.submits] == [b"", mine, mine, mine, other, mine]
 
 
 def test_max_tokens_is_sixteen_unless_given(served: House) -> None:

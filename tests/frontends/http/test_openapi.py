@@ -90,6 +90,7 @@ REFUSALS: dict[str, list[dict[str, Any]]] = {
     "truncate_prompt_tokens": [{"truncate_prompt_tokens": 0}],
     "prompt_logprobs": [{"prompt_logprobs": 1, "stream": True}, {"prompt_logprobs": 1, "detached": True}],
     "cache_salt": [{"cache_salt": "a" * 1025}],
+    "prompt_cache_key": [{"prompt_cache_key": "a" * 1025}],
     "request_id": [{"request_id": "a" * 129}],
     "guided_regex": [{"guided_regex": "a+", "guided_choice": ["a"]}],
     "top_logprobs": [{"top_logprobs": 3}],

@@ -7,6 +7,8 @@ import math
 
 import pytest
 
+from inferengine.client.load_balancing import session_key
+from inferengine.wire.messages import to_u64
 from tests.frontends.scripted_engine import EOS, Script
 from tests.frontends.websocket.builders import ANSWER, make_engine, open_socket, serving
 
@@ -129,7 +131,7 @@ def test_max_tokens_ends_with_length(tmp_path):
 def test_fields_of_a_request_reach_the_engine(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
         client.generate(
-            priority=-3, cache_salt="tenant", deadline_s=2.5, detached=True, label="mine",
+            priority=-3, cache_salt="tenant", session="s", deadline_s=2.5, detached=True, label="mine",
             params={"seed": 7, "top_p": 0.5}, request_id="00112233445566778899aabbccddeeff",
         )  # fmt: skip
         client.read("r1")
@@ -137,6 +139,7 @@ def test_fields_of_a_request_reach_the_engine(tmp_path):
         assert message.id.hex() == "00112233445566778899aabbccddeeff"
         assert (message.priority, message.salt, message.deadline_ms) == (-3, b"tenant", 2500)
         assert (message.detached, message.label) == (True, "mine")
+        assert message.session == to_u64([session_key("s") or 0])
         assert message.params == {"temperature": 0.6, "top_k": 20, "seed": 7, "top_p": 0.5}
 
 
