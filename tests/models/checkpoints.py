@@ -80,7 +80,8 @@ def model_of(class_name: str, values: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases start as ones and zeros: too easy
+        # Norms and biases start as ones and zeros: too easy. With routers of zeros a device chooses among ties.
+        if parameter.dim() == 1 or not parameter.any():
             parameter.data.add_(torch.randn(parameter.shape) * 0.2)
     for module in model.modules():
         if hasattr(module, "alpha") and "swiglu_alpha" in values:  # transformers 5.17 has constants here
