@@ -8,6 +8,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    from tests.kernels.interpreter import hasten
+
+    hasten()
 
 
 @pytest.fixture(autouse=True)
