@@ -34,6 +34,7 @@ class Entry(NamedTuple):
 EXTRAS = {"engine": "torch", "server": "uvicorn", "ray": "ray"}  # extra → a package that only comes with it
 EXECUTOR = "executor"  # what an engine needs: torch, or one of these, with which others compute
 OTHER_EXECUTORS = ("aiohttp", "grpc")
+EXECUTORS_GROUP = "inferengine.executors"  # entry points of other packages: docs/executor.md
 COMMANDS = {
     "up": Entry("engine and front ends together, in one terminal", "up", "run", (EXECUTOR, "server")),
     "engine": Entry("the engine alone: model, KV cache, batching loop, ZeroMQ socket", "serve", "engine", (EXECUTOR,)),
@@ -189,8 +190,8 @@ def unknown_command(name: str, words: Sequence[str]) -> str:
 
 def require(*extras: str) -> None:
     """Raise ConfigError, with the remedy, where an extra of the package is not installed."""
-    may_relay = any(map(importlib.util.find_spec, OTHER_EXECUTORS))
-    wanted_extras = ["engine" if extra == EXECUTOR else extra for extra in extras if extra != EXECUTOR or not may_relay]
+    needs_torch = EXECUTOR in extras and not _has_other_executor()
+    wanted_extras = ["engine" if extra == EXECUTOR else extra for extra in extras if extra != EXECUTOR or needs_torch]
     missing = [extra for extra in wanted_extras if importlib.util.find_spec(EXTRAS[extra]) is None]
     if missing:
         wanted = "all" if {"engine", "server"} <= set(missing) else missing[0]
@@ -200,6 +201,15 @@ def require(*extras: str) -> None:
             f"{' and '.join(EXTRAS[extra] for extra in missing)} not installed: pip install 'inferengine[{wanted}]' "
             f"(in a clone: {in_clone})",
         )
+
+
+def _has_other_executor() -> bool:
+    """Whether something but torch may compute: a package of this one's executors, or an executor of another package."""
+    if any(map(importlib.util.find_spec, OTHER_EXECUTORS)):
+        return True
+    from importlib.metadata import entry_points  # 20 ms that few commands need
+
+    return bool(entry_points(group=EXECUTORS_GROUP))
 
 
 def error_text(name: str, error: InferEngineError, *, as_json: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -288,6 +289,7 @@ def test_without_the_engines_packages_a_command_says_which_extra_brings_them(
 ) -> None:
     monkeypatch.setattr(cli, "EXTRAS", {"engine": "no_such_package", "server": "uvicorn"})
     monkeypatch.setattr(cli, "OTHER_EXECUTORS", ())
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     assert cli.main(["up"]) == ExitCode.USAGE
     assert "pip install 'inferengine[engine]'" in capsys.readouterr().err
     assert cli.main(["up", "--help"]) == ExitCode.OK
@@ -313,3 +315,18 @@ def test_an_engine_that_leaves_the_computing_to_others_needs_no_torch(monkeypatc
     there.clear()
     with pytest.raises(ConfigError, match=r"inferengine\[engine\]"):
         cli.require(cli.EXECUTOR)
+
+
+def test_an_engine_with_the_executor_of_another_package_needs_no_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli, "EXTRAS", {"engine": "no_such_package"})
+    monkeypatch.setattr(cli, "OTHER_EXECUTORS", ())
+    with pytest.raises(ConfigError):
+        cli.require(cli.EXECUTOR)
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[inferengine.executors]\nmine = mine:build\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cli.require(cli.EXECUTOR)

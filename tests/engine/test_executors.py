@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from inferengine.config import Config
+from inferengine.engine.model_info import read_model_card
 from inferengine.engine.process import build_executor
+from inferengine.engine.service import EngineService
 from inferengine.errors import ConfigError
 from tests.engine.builders import RawClient, address_of, make_card, run_service
 
+ROOT = Path(__file__).resolve().parents[2]
 MODULE = """
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from tests.engine.builders import small_capacity
@@ -21,15 +28,41 @@ def build(config):
 """
 
 
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str) -> None:
+    """A distribution with an executor of this name, as pip would leave it."""
+    info = folder / f"{name}_executor-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-executor\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[inferengine.executors]\n{name} = {name}_executor:build\n")
+    (folder / f"{name}_executor.py").write_text(module)
+    monkeypatch.syspath_prepend(str(folder))
+
+
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A distribution with an executor, as pip would leave it."""
-    info = tmp_path / "tiny_executor-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-executor\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[inferengine.executors]\ntiny = tiny_executor:build\n")
-    (tmp_path / "tiny_executor.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    """A distribution with an executor named tiny."""
+    install(tmp_path, monkeypatch, "tiny", MODULE)
+
+
+@pytest.fixture
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor of docs/executor.md, named echo."""
+    page = (ROOT / "docs/executor.md").read_text(encoding="utf-8")
+    (module,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "def build(config)" in block]
+    install(tmp_path, monkeypatch, "echo", module)
+
+
+@contextmanager
+def echo(**sections: Any) -> Iterator[tuple[EngineService, RawClient]]:
+    """An engine with the embedded model's files and the documented executor, and a client."""
+    sections["engine"] = {"executor": "echo"}
+    config = Config().with_values(**sections)
+    card = read_model_card(config)
+    with run_service(lambda: build_executor(config, card), card=card, **sections) as service:
+        assert service.lifecycle.state == "READY", service.lifecycle.last_error
+        client = RawClient(address_of(service))
+        yield service, client
+        client.close()
 
 
 @pytest.mark.usefixtures("installed")
@@ -45,6 +78,36 @@ def test_an_installed_executor_computes() -> None:
         client.close()
         assert found.done[1][0].reason == "length"
         assert len(found.tokens[1]) == 5
+
+
+@pytest.mark.usefixtures("documented")
+def test_the_executor_of_the_documents_says_the_prompt_again() -> None:
+    with echo() as (_, client):
+        for stream in range(20):  # more than it has slots
+            client.submit(stream + 1, prompt=[100 + stream, 200, 300], max_tokens=7)
+        found = client.collect(set(range(1, 21)))
+    assert [found.tokens[stream] for stream in range(1, 21)] == [
+        [100 + stream, 200, 300, 100 + stream, 200, 300, 100 + stream] for stream in range(20)
+    ]
+
+
+@pytest.mark.usefixtures("documented")
+def test_the_executor_of_the_documents_confirms_draft_tokens() -> None:
+    with echo(speculation={"method": "ngram"}) as (service, client):
+        client.submit(1, prompt=[100, 200, 300, 100, 200, 300], max_tokens=40)
+        found = client.collect({1})
+        stats = service.io.read_stats()
+    assert found.tokens[1] == ([100, 200, 300] * 14)[:40]
+    assert stats is not None
+    assert stats["speculation"]["accepted"] > 20
+
+
+@pytest.mark.usefixtures("documented")
+def test_the_executor_of_the_documents_follows_a_grammar() -> None:
+    with echo() as (_, client):
+        client.submit(1, reply="text", grammar=("regex", "[0-9]{6}"), params={"ignore_eos": False}, max_tokens=60)
+        found = client.collect({1})
+    assert re.fullmatch("[0-9]{6}", found.text[1])
 
 
 @pytest.mark.usefixtures("installed")
