@@ -43,6 +43,7 @@ FIGURE = re.compile(r"<!-- figure: (?P<file>\S+) (?P<paths>[^>]+?) -->")
 TABLE = re.compile(r"<!-- [\w.-]+ -->\n\|")  # of benchmarks.published
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
 NO_FILE, NO_MEASUREMENT = "no raw file was kept", "<!-- no measurement -->"
+NOT_RECORDED = "not recorded"
 OLD_COMMITS = 100  # of the code, since a result was measured
 CODE = ("inferengine", "frontends")
 START_S = 180.0
@@ -119,13 +120,17 @@ def rounded(value: float, written: str) -> str:
 
 
 def problems_of_results(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Return a sentence for each result that does not say what it was measured with."""
+    """Return a sentence for each result that does not say what it was measured with: revision, date, command and seed,
+    which is null where nothing is random. Results from before they were written say so under `recorded`."""
     missing = []
     for name, result in results.items():
         about = result.get("environment")
-        for key in ("revision", "date"):
-            if not isinstance(about, dict) or not about.get(key):
-                missing.append(f"benchmarks/results/{name} has no environment.{key}")
+        about = about if isinstance(about, dict) else {}
+        absent = [key for key in ("revision", "date") if not about.get(key)]
+        if not about.get("recorded"):
+            absent += [key for key in ("command",) if not about.get(key)]
+            absent += [key for key in ("seed",) if key not in about]
+        missing += [f"benchmarks/results/{name} has no environment.{key}" for key in absent]
     return missing
 
 
@@ -240,7 +245,7 @@ def index(results: Mapping[str, dict[str, Any]], age: Callable[[str, str], str])
             f"{about['revision']}{' (of the file)' if about.get('recorded') else ''}",
             age(name, str(about["revision"])),
             _machine(about),
-            f"`{about['command']}`" if about.get("command") else "not recorded",
+            f"`{about['command']}`" if about.get("command", NOT_RECORDED) != NOT_RECORDED else NOT_RECORDED,
         )
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     for plot in sorted(EVIDENCE.glob("*.svg")):
@@ -251,7 +256,7 @@ def index(results: Mapping[str, dict[str, Any]], age: Callable[[str, str], str])
 def _machine(about: Mapping[str, Any]) -> str:
     devices = about.get("devices") or [about[key] for key in ("device", "gpu") if about.get(key)]
     cores = about.get("cpus") or about.get("cores")
-    return ", ".join([*map(str, devices), *([f"{cores} CPU cores"] if cores else [])]) or "not recorded"
+    return ", ".join([*map(str, devices), *([f"{cores} CPU cores"] if cores else [])]) or NOT_RECORDED
 
 
 def known_ages(page: str) -> Callable[[str, str], str]:

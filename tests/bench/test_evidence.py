@@ -84,13 +84,19 @@ def test_a_section_with_measured_figures_names_their_source(text: str, is_right:
     assert (complaints(text) == []) == is_right
 
 
-def test_a_result_without_a_revision_is_found() -> None:
-    results = {**RESULTS, "old.json": {"environment": {"date": "2026"}}, "older.json": {}}
-    assert evidence.problems_of_results(results) == [
-        "benchmarks/results/old.json has no environment.revision",
-        "benchmarks/results/older.json has no environment.revision",
-        "benchmarks/results/older.json has no environment.date",
+@pytest.mark.parametrize("key", ["revision", "date", "command", "seed"])
+def test_a_result_that_does_not_say_how_it_was_measured_is_found(key: str) -> None:
+    about = {"revision": "abc", "date": "2026", "command": "bench", "seed": None}
+    assert evidence.problems_of_results({"r.json": {"environment": about}}) == []
+    del about[key]
+    assert evidence.problems_of_results({"r.json": {"environment": about}}) == [
+        f"benchmarks/results/r.json has no environment.{key}"
     ]
+
+
+def test_a_result_from_before_commands_were_written_says_so() -> None:
+    about = {"revision": "abc", "date": "2026", "recorded": "the run wrote no revision"}
+    assert evidence.problems_of_results({"r.json": {"environment": about}}) == []
 
 
 def test_the_index_keeps_its_ages_and_lists_every_result() -> None:
