@@ -6,8 +6,8 @@ python -m benchmarks.upstream [--streams 8] [--rate 40] [--events 200] [--rounds
 *Latency*: a server in a process of its own writes events of one token at a steady rate and notes when; the client asks
 it directly, through a process that copies bytes, and through the engine and its HTTP front end, in turn, and compares
 its clock with the server's notes. What is added is all of it: the engine, the wire, the front end, their sockets. What
-the copying process adds is the control: no relay adds less on this machine, and its p99 is the machine's own. Beside
-it stands how much of the cores programs of others took meanwhile.
+the copying process adds is the control: a relay hardly adds less, and its p99 is the machine's own. Beside it stands
+how much of the cores programs of others took meanwhile.
 
 *Throughput*: our own HTTP front end with the embedded model computes, asked directly, directly for token ids as the
 relay asks, and through a second service, in turn. On a machine whose cores the model fills, the relay takes its
