@@ -30,14 +30,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from inferengine.config import CPU_CACHE_SHARE
 from inferengine.errors import ConfigError, InferEngineError
-from inferengine.fleet.host import EngineHost
+from inferengine.fleet.host import EngineHost, end_of_process
 from inferengine.fleet.ledger import Action, Drain, Ledger, Remove, Start
+from inferengine.fleet.probe import PortProbe
 from inferengine.fleet.scaling import ScalingPolicy
 from inferengine.fleet.spec import NAMESPACE, FleetKeys, FleetSpec, Goal
 from inferengine.process.supervisor import FINAL_CODES
 
 TURN_S = 0.1
 REPORT_S = 0.4  # between questions for an engine's state
+LATE_S = 0.4  # without an answer the engine's port is asked
 LEAVING_S = 2.0  # between questions for machines that leave
 RECOVER_S = 5.0  # for engines to hand their copy of the goal to a directory that was restarted
 ANSWER_S = 30.0  # for the directory to answer a command
@@ -100,9 +102,11 @@ class EngineActor:
 
     def _end_with_engine(self) -> None:
         raylet = os.getppid()
-        while not self._host.ended.wait(TURN_S):
-            if os.getppid() != raylet:  # the engine ends with this process
-                os._exit(1)
+        with end_of_process(raylet) as has_ended:
+            while not self._host.ended.is_set():
+                if has_ended(TURN_S) or os.getppid() != raylet:
+                    self._host.kill()  # before this process, whose own end may take a second on a busy machine
+                    os._exit(1)
         code = self._host.report()["exit_code"]
         heard = self._reported_end.wait(UNHEARD_S)
         if self._is_told or (heard and code in FINAL_CODES):
@@ -125,6 +129,7 @@ class DirectoryActor:
         self._asked: dict[int, tuple[Any, float]] = {}  # unanswered questions, and when each was asked
         self._due: dict[int, float] = {}
         self._copies: dict[int, int] = {}  # edition of the goal that each engine keeps
+        self._probe = PortProbe()
         self._leaving: set[str] = set()
         self._leaving_due_s = 0.0
         self._is_closing = False
@@ -229,6 +234,7 @@ class DirectoryActor:
     def _turn(self, now: float) -> None:
         self._ask(now)
         self._listen(now)
+        self._probe_late(now)
         if now >= self._leaving_due_s:
             self._leaving_due_s = now + LEAVING_S
             self._leaving = leaving_nodes()
@@ -274,6 +280,17 @@ class DirectoryActor:
             else:
                 self._copies[number] = report["edition"]
                 self._ledger.reported(number, report, asked_s)
+
+    def _probe_late(self, now: float) -> None:
+        """Ray tells of an actor's end at once only to a question that was on its way; a later one waits until the actor
+        runs again. So the ports of engines whose answers are late are asked."""
+        late = {
+            engine.address: number
+            for number, (_, asked_s) in self._asked.items()
+            if now - asked_s > LATE_S and (engine := self._ledger.engines.get(number)) is not None and engine.address
+        }
+        for address in self._probe.refused(late):
+            self._ledger.unavailable(late[address], now)
 
     def _do(self, action: Action) -> None:
         match action:

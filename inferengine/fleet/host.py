@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import selectors
 import shutil
 import signal
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,12 @@ class EngineHost:
         """Have the engine refuse new requests, finish what runs and end; the second time, end at once."""
         with self._lock:
             self._told += 1
+
+    def kill(self) -> None:
+        """End the engine at once, as SIGKILL does."""
+        with self._lock:
+            if self._child is not None and self._exit_code is None:
+                self._child.kill(signal.SIGKILL)
 
     # -- the host's thread -------------------------------------------------------------------------------------------
 
@@ -223,6 +230,31 @@ class RecentFirstTokens:
             if below and below >= wanted:
                 return bound
         return 0.0
+
+
+@contextlib.contextmanager
+def end_of_process(pid: int) -> Iterator[Callable[[float], bool]]:
+    """Yield a function that waits for the end of a process for so many seconds at most, and returns whether it has
+    come. Without pidfd (Linux before 5.3) it only waits."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        yield lambda wait_s: True
+        return
+    except OSError:
+        yield _only_wait
+        return
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    try:
+        yield lambda wait_s: bool(poll.poll(1000 * wait_s))
+    finally:
+        os.close(descriptor)
+
+
+def _only_wait(wait_s: float) -> bool:
+    time.sleep(wait_s)
+    return False
 
 
 def free_ports(host: str) -> int:

@@ -3,7 +3,7 @@
 The watcher alone is a process of Ray. A front end reads the file `engines` (a `file:` entry of wire.engines) and
 knows nothing of Ray, whose library ends a process with its raylet, takes 100 MB and many threads, and unpickles what
 it receives. While the directory or all of Ray is away the file stays as it is, and front ends go on with the engines
-that they know.
+that they know; only those whose ports refuse connections are left out until the directory answers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,9 +19,11 @@ from typing import NamedTuple
 
 from inferengine.config import unsafe_folder
 from inferengine.errors import ConfigError, InferEngineError
+from inferengine.fleet.probe import PortProbe
 from inferengine.wire.curve import KeyPair, write_pair
 
 WATCH_S = 0.25  # between questions to the directory; front ends read the file as often
+SILENT_S = 0.75  # without an answer of the directory the engines' ports are asked
 RETRY_S = 2.0
 LOST_S = 60.0
 
@@ -82,6 +85,9 @@ class EngineWatcher:
         self._read = read
         self._written: list[str] | None = None
         self._complaint = ""
+        self._heard_s = time.monotonic()
+        self._probe = PortProbe()
+        self._lock = threading.Lock()
 
     @property
     def num_engines(self) -> int:
@@ -100,23 +106,46 @@ class EngineWatcher:
         if self._complaint:
             self._complaint = ""
             logger.info("the directory answers again")
-        if found is not None and found != self._written:
-            found = list(found)
-            _replace(self._file, "".join(f"{line}\n" for line in ["# Written by `inferengine fleet watch`.", *found]))
-            self._written = found
-            logger.info("%d engines: %s", len(found), ", ".join(found))
+        with self._lock:
+            self._heard_s = time.monotonic()
+            if found is not None and found != self._written:
+                self._write(list(found))
         return True
+
+    def leave_out_refused(self) -> None:
+        """Where the directory is silent: leave out the engines whose ports refuse connections. To be called again and
+        again."""
+        with self._lock:
+            is_silent = time.monotonic() - self._heard_s > SILENT_S
+            refused = self._probe.refused(self._written or () if is_silent else ())
+            if refused:
+                self._write([address for address in self._written or () if address not in refused])
+
+    def _write(self, found: list[str]) -> None:
+        _replace(self._file, "".join(f"{line}\n" for line in ["# Written by `inferengine fleet watch`.", *found]))
+        self._written = found
+        logger.info("%d engines: %s", len(found), ", ".join(found))
 
     def run(self, over: Callable[[], bool] = lambda: False) -> None:
         """Ask until it is `over`, or the directory has not answered for LOST_S: the cluster may be another one."""
-        heard_s = time.monotonic()
-        while True:
-            answered = self.turn()
-            if answered:
-                heard_s = time.monotonic()
-            if over() or time.monotonic() - heard_s > LOST_S:
-                return
-            time.sleep(WATCH_S if answered else RETRY_S)
+        self._heard_s = heard_s = time.monotonic()
+        has_ended = threading.Event()
+        threading.Thread(target=self._guard, args=(has_ended,), name="inferengine-guard", daemon=True).start()
+        try:
+            while True:
+                answered = self.turn()
+                if answered:
+                    heard_s = time.monotonic()
+                if over() or time.monotonic() - heard_s > LOST_S:
+                    return
+                time.sleep(WATCH_S if answered else RETRY_S)
+        finally:
+            has_ended.set()
+
+    def _guard(self, has_ended: threading.Event) -> None:
+        """While a question to the directory may take long."""
+        while not has_ended.wait(WATCH_S):
+            self.leave_out_refused()
 
 
 def _replace(path: Path, text: str) -> None:

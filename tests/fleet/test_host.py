@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from inferengine.fleet.host import PORTS, EngineHost, RecentFirstTokens, free_ports, last_words
+from inferengine.fleet.host import PORTS, EngineHost, RecentFirstTokens, end_of_process, free_ports, last_words
 from inferengine.fleet.spec import FleetKeys
+from inferengine.process.child import ChildSpec
 from inferengine.wire import curve
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,31 @@ def test_the_engine_ends_with_the_process_of_its_host_however_that_ends() -> Non
         assert not is_gone(engine)
         owner.send_signal(signal.SIGKILL)
         until(lambda: is_gone(engine))
+
+
+class SleepingHost(EngineHost):
+    """Its engine does nothing."""
+
+    def _spec(self, address: str) -> ChildSpec:
+        return super()._spec(address)._replace(command=[sys.executable, "-c", SLEEPER])
+
+
+def test_the_host_can_end_its_engine_at_once() -> None:
+    host = SleepingHost("engine-0", "127.0.0.1", {}, KEYS, drain_timeout_s=600.0)
+    host.kill()  # nothing runs yet, or it ends: both are fine
+    until(lambda: host.report()["pid"] != 0)
+    host.kill()
+    assert host.ended.wait(WAIT_S)
+    assert host.report()["exit_code"] == 128 + signal.SIGKILL
+
+
+def test_the_end_of_a_process_is_noticed_at_once() -> None:
+    with subprocess.Popen([sys.executable, "-c", SLEEPER]) as process, end_of_process(process.pid) as has_ended:
+        assert not has_ended(0.01)
+        process.kill()
+        assert has_ended(WAIT_S)
+    with end_of_process(process.pid) as has_ended:  # it was gone before
+        assert has_ended(WAIT_S)
 
 
 def test_an_engine_that_cannot_run_says_why_and_leaves_no_key_behind() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import stat
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 from inferengine.client.discovery import EngineDiscovery
 from inferengine.config import Config, load
 from inferengine.errors import ConfigError, InferEngineError
+from inferengine.fleet import watcher as watcher_module
+from inferengine.fleet.probe import is_refused
 from inferengine.fleet.spec import engine_settings
 from inferengine.fleet.watcher import EngineWatcher, write_front_end_files
 from inferengine.wire import curve
+from tests.fleet.test_host import until
 
 A, B = "tcp://10.0.0.1:20000", "tcp://10.0.0.2:20000"
 
@@ -54,6 +58,37 @@ def test_the_file_follows_the_directory_and_stays_while_that_is_away(tmp_path: P
         lines = file.read_text().splitlines()
         assert [line for line in lines if not line.startswith("#")] == addresses
     assert watcher.num_engines == 1
+
+
+def test_engines_whose_ports_refuse_are_left_out_while_the_directory_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "engines"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        there, gone = (f"tcp://127.0.0.1:{listener.getsockname()[1]}" for listener in (server, other))
+        watcher = EngineWatcher(file, lambda: [there, gone])
+        watcher.turn()
+        other.close()
+        for _ in range(10):
+            watcher.leave_out_refused()  # the directory has just answered: its word counts
+        assert gone in file.read_text()
+        monkeypatch.setattr(watcher_module, "SILENT_S", 0.0)
+        until(lambda: watcher.leave_out_refused() or gone not in file.read_text())
+        assert [line for line in file.read_text().splitlines() if not line.startswith("#")] == [there]
+        watcher.turn()
+        assert gone in file.read_text()
+
+
+def test_only_a_refusal_says_that_nobody_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(*_: object) -> None:
+        raise TimeoutError
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert not is_refused(address)
+    assert is_refused(address)
+    monkeypatch.setattr(socket, "create_connection", time_out)
+    assert not is_refused(address)
 
 
 @pytest.mark.parametrize("key", ["socket", "tcp", "engines", "curve_secret_file"])
