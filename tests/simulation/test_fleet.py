@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from typing import Any
 
@@ -234,3 +235,20 @@ def test_a_tenants_flood_on_all_engines_does_not_starve_another_tenant(choice: s
         return max(first)
 
     assert latest_first_token_s(1200) < latest_first_token_s(0) + 0.5
+
+
+@pytest.mark.parametrize("choice", ["power_of_two", "prefix_affinity"])
+@pytest.mark.parametrize(("policy", "is_fair"), [("fair", True), ("fcfs", False)])
+def test_tenants_that_always_have_work_get_equal_shares_of_all_engines(choice: str, policy: str, is_fair: bool) -> None:
+    """One tenant asks four times as much: while the other waits as well, both get as many answers."""
+    arrivals = [make_arrival(i + 1, 0.5 + 0.001 * i, 200, 20, tenant="small") for i in range(200)]
+    arrivals += [make_arrival(1000 + i, 0.5 + 0.00025 * i, 200, 20, tenant="large") for i in range(800)]
+    fleet = Fleet(make_options(policy=policy), Written(*arrivals), num_engines=4, choice=choice)
+    ended: list[str] = []
+    finished = fleet.recorder.finished
+    fleet.recorder.finished = lambda row: (ended.append(row.tenant), finished(row))[1]  # type: ignore[method-assign, func-returns-value]
+    run(fleet)
+    assert len(ended) == 1000
+    num_small = list(itertools.accumulate(tenant == "small" for tenant in ended))
+    num_large = num_small.index(150) + 1 - 150  # when the other has had 150 of its 200
+    assert (110 < num_large < 190) == is_fair
