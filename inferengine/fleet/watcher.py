@@ -24,6 +24,8 @@ from inferengine.wire.curve import KeyPair, write_pair
 
 WATCH_S = 0.25  # between questions to the directory; front ends read the file as often
 SILENT_S = 0.75  # without an answer of the directory the engines' ports are asked
+GUARD_S = 0.1  # between looks whether it is silent, and at ports
+MOST_PROBES = 500  # of ports in a second
 RETRY_S = 2.0
 LOST_S = 60.0
 
@@ -144,7 +146,7 @@ class EngineWatcher:
 
     def _guard(self, has_ended: threading.Event) -> None:
         """While a question to the directory may take long."""
-        while not has_ended.wait(WATCH_S):
+        while not has_ended.wait(max(GUARD_S, self.num_engines / MOST_PROBES)):
             self.leave_out_refused()
 
 
