@@ -266,14 +266,25 @@ def known_ages(page: str) -> Callable[[str, str], str]:
     return lambda name, revision: found.get(name, "")
 
 
-def age(_name: str, revision: str) -> str:
-    """Return how many commits have changed the code since a revision, in words."""
-    command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{revision.removesuffix('-dirty')}..HEAD", "--", *CODE]
-    try:
-        count = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=30.0).stdout)
-    except (OSError, ValueError, subprocess.SubprocessError):
+def age(name: str, revision: str) -> str:
+    """Return how many commits have changed the code since a result's revision, in words: since the commit that brought
+    its file, where its revision is not in this history, as that of a commit that was rebased since."""
+    since = revision.removesuffix("-dirty")
+    count = _git("rev-list", "--count", f"{since}..HEAD", "--", *CODE)
+    if not count.isdigit() and (since := _git("log", "-1", "--format=%H", "--", f"benchmarks/results/{name}")):
+        count = _git("rev-list", "--count", f"{since}..HEAD", "--", *CODE)
+    if not count.isdigit():
         return "unknown"
-    return f"**old**, {count} commits" if count > OLD_COMMITS else f"{count} commits"
+    return f"**old**, {count} commits" if int(count) > OLD_COMMITS else f"{count} commits"
+
+
+def _git(*words: str) -> str:
+    """What git says of this checkout; nothing where it fails."""
+    command = ["git", "-C", str(ROOT), *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30.0).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def write_documents() -> None:

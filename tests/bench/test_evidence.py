@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,33 @@ def test_the_index_keeps_its_ages_and_lists_every_result() -> None:
     page = evidence.index(RESULTS, lambda name, revision: "**old**, 300 commits")
     assert "[r.json](../../benchmarks/results/r.json) |  | 2026-11-23 | abc | **old**, 300 commits |" in page
     assert evidence.index(RESULTS, evidence.known_ages(page)) == page
+
+
+def test_a_revision_that_was_rebased_away_is_as_old_as_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false")
+        ran = subprocess.run(["git", "-C", str(tmp_path), *who, *words], capture_output=True, text=True, check=True)
+        return ran.stdout.strip()
+
+    def commit(name: str) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+        git("add", "-A")
+        git("commit", "-q", "-m", name)
+        return git("rev-parse", "--short=12", "HEAD")
+
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    git("init", "-q")
+    first = commit("inferengine/one.py")
+    commit("benchmarks/results/r.json")
+    commit("inferengine/two.py")
+    commit("inferengine/three.py")
+    assert evidence.age("r.json", f"{first}-dirty") == "2 commits"
+    assert evidence.age("r.json", "0123456789ab") == "2 commits"
+    assert evidence.age("absent.json", "0123456789ab") == "unknown"
 
 
 def test_a_machine_runs_what_it_can_and_names_are_checked() -> None:
