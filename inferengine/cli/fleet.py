@@ -33,12 +33,12 @@ from inferengine.process import listen, stdio
 from inferengine.process.child import ChildSpec
 from inferengine.process.supervisor import Supervisor
 
-if TYPE_CHECKING:  # Ray is imported when a cluster is spoken to
+if TYPE_CHECKING:  # at run time Ray is imported only by commands that connect to a cluster
     from inferengine.fleet.actors import Directory
 
 logger = logging.getLogger(__name__)
 
-ASK_S = 0.5
+ASK_S = 0.5  # between requests for the fleet's state
 NOTICE_S = 10.0  # between lines about a wait in which nothing changes
 
 RAY = Option(
@@ -48,21 +48,23 @@ RAY = Option(
     "auto",
 )
 FLEET = Option("--fleet NAME", "name of the fleet; several can be on one cluster", "main")
-MODEL = Option("--model M", "the model, as the bare word MODEL", None, kind=str)
+MODEL = Option("--model M", "the model; the same as the bare argument MODEL", None, kind=str)
 TENSOR_PARALLEL = Option(
     "--tensor-parallel N", "cards of each engine, all of one machine: --engine.tensor_parallel N", None, kind=int
 )
 CPUS = Option("--cpus N", "processor cores that Ray sets aside for each engine", 1.0)
 SURGE = Option(
-    "--surge N", "engines above the wanted number while others are replaced, 1 or 0; 0 needs no room for one more", 1
+    "--surge N", "extra engines while others are replaced, 1 or 0; 0 needs no additional room on the machines", 1
 )
-QUEUE = Option("--queue N", "waiting requests for each engine above which engines are added", 4.0)
+QUEUE = Option("--queue N", "waiting requests per engine above which engines are added", 4.0)
 FIRST_TOKEN = Option(
-    "--first-token-ms N", "milliseconds to the first token (95th percentile) above which engines are added; 0: any", 0.0
+    "--first-token-ms N",
+    "milliseconds to the first token (95th percentile) above which engines are added; 0: no limit",
+    0.0,
 )
-WAIT = Option("--wait S", "seconds to wait for what was asked; 0: return at once", 600.0)
+WAIT = Option("--wait S", "seconds to wait until the change is done; 0: return at once", 600.0)
 JSON = Option("--json", "print the fleet's state as JSON")
-FOLDER = Option("--folder FOLDER", "where the files for front ends go, made where it is not there", "fleet")
+FOLDER = Option("--folder FOLDER", "folder for the front ends' files; created if it is missing", "fleet")
 WHERE = (RAY, FLEET)
 ENGINE_OPTIONS = (MODEL, TENSOR_PARALLEL, CPUS, SURGE, QUEUE, FIRST_TOKEN)
 
@@ -71,9 +73,9 @@ ENGINE_OPTIONS = (MODEL, TENSOR_PARALLEL, CPUS, SURGE, QUEUE, FIRST_TOKEN)
     {
         "the fleet": (
             *WHERE,
-            Option("--engines N", "engines; with --most: at first", 1, minimum=1),
-            Option("--least N", "fewest engines, where their number may change", None, kind=int, minimum=1),
-            Option("--most N", "most engines, where their number may change", None, kind=int, minimum=1),
+            Option("--engines N", "number of engines; with --least or --most: their number at the start", 1, minimum=1),
+            Option("--least N", "fewest engines; their number then follows the load", None, kind=int, minimum=1),
+            Option("--most N", "most engines; their number then follows the load", None, kind=int, minimum=1),
             *ENGINE_OPTIONS,
         ),
         "the output": (WAIT, JSON),
@@ -84,10 +86,10 @@ ENGINE_OPTIONS = (MODEL, TENSOR_PARALLEL, CPUS, SURGE, QUEUE, FIRST_TOKEN)
 def up(arguments: Arguments) -> int:
     """Start a fleet: engines on the machines of a Ray cluster, with keys of its own.
 
-    Each engine is an actor of Ray that runs `inferengine engine` on a port that is free, with CURVE. Ray places it,
-    and starts it again when it or its machine is gone. The package and the model must be on every machine. The command
-    returns when all engines are READY; front ends are started by `inferengine fleet serve`. With --least or --most the
-    number of engines follows the load. The configuration's keys are those of each engine.
+    Each engine is a Ray actor that runs `inferengine engine` on a free port, with CURVE. Ray places it, and restarts it
+    when it or its machine is gone. The package and the model must be on every machine. The command returns when all
+    engines are READY; `inferengine fleet serve` then starts the front ends. With --least or --most the number of
+    engines follows the load. The configuration keys of this command line apply to every engine.
 
       inferengine fleet up --ray 10.0.0.1:6379 --model ./my-model --engines 8 --tensor-parallel 2
       inferengine fleet up ./my-model --engines 4 --most 16 --first-token-ms 500
@@ -110,7 +112,7 @@ def up(arguments: Arguments) -> int:
 
 @command({"the fleet": WHERE, "the output": (JSON,)})
 def status(arguments: Arguments) -> int:
-    """Show a fleet: its engines with state, machine, load and restarts, and what is being changed."""
+    """Show a fleet: the state, address, load and restarts of each engine, and the change in progress."""
     with _directory(arguments) as directory:
         _show(arguments, directory.ask("status"))
         return ExitCode.OK
@@ -121,16 +123,16 @@ def status(arguments: Arguments) -> int:
         "the fleet": (
             *WHERE,
             Option("--engines N", "a fixed number of engines", None, kind=int, minimum=1),
-            Option("--least N", "fewest engines, where their number may change", None, kind=int, minimum=1),
-            Option("--most N", "most engines, where their number may change", None, kind=int, minimum=1),
+            Option("--least N", "fewest engines; their number then follows the load", None, kind=int, minimum=1),
+            Option("--most N", "most engines; their number then follows the load", None, kind=int, minimum=1),
         ),
         "the output": (WAIT, JSON),
     }
 )
 def scale(arguments: Arguments) -> int:
-    """Change how many engines a fleet has: to a fixed number, or to bounds between which it follows the load.
+    """Change the number of engines of a fleet: to a fixed number, or to bounds within which it follows the load.
 
-    Engines that are too many finish what runs on them.
+    Surplus engines finish their requests before they end.
     """
     values = arguments.values
     if (values["engines"] is None) == (values["least"] is None and values["most"] is None):
@@ -155,10 +157,10 @@ def scale(arguments: Arguments) -> int:
     }
 )
 def drain(arguments: Arguments) -> int:
-    """Let one engine finish what runs, and have another one started in its place, where Ray finds room.
+    """Drain one engine and start another in its place, where Ray finds room.
 
-    It is no longer named to front ends at once. What has not ended after engine.drain_timeout_s goes on at other
-    engines. To empty a machine use Ray's own `ray drain-node`: its engines are replaced first, then drained.
+    Front ends send it no new requests from then on. Requests that have not ended after engine.drain_timeout_s continue
+    on other engines. To empty a machine use Ray's own `ray drain-node`: its engines are replaced first, then drained.
     """
     found = re.fullmatch(r"engine-(\d+)", arguments.values["engine"] or "")
     if found is None:
@@ -175,11 +177,12 @@ def drain(arguments: Arguments) -> int:
     lists_keys=True,
 )
 def upgrade(arguments: Arguments) -> int:
-    """Replace every engine, one after the other, by one of this command line's model and configuration.
+    """Replace all engines, one after the other, by engines with this command line's model and configuration.
 
-    A new engine is READY before an old one drains, and open streams that do not end in time go on at others. New
-    engines run the package that their machine has now. Where the first new engine does not start, the upgrade stops
-    and the old ones go on; another `fleet upgrade` ends that. The bounds of the fleet's size stay as they are.
+    A new engine is READY before an old one drains, and streams that do not end in time continue on other engines. New
+    engines run the package version that is installed on their machine now. If the first new engine does not start, the
+    upgrade stops and the old engines keep serving; another `fleet upgrade` resumes from there. The bounds of the
+    fleet's size stay as they are.
     """
     config = _engine_config(arguments)
     settings = engine_settings(config)
@@ -191,7 +194,7 @@ def upgrade(arguments: Arguments) -> int:
 
 @command({"the fleet": (*WHERE, Option("--now", "end the engines at once")), "the output": (WAIT, JSON)})
 def down(arguments: Arguments) -> int:
-    """End a fleet: all engines finish what runs (engine.drain_timeout_s), then they and the directory are removed."""
+    """End a fleet: the engines finish their requests (engine.drain_timeout_s) and are removed, then the directory."""
     with _directory(arguments) as directory:
         directory.ask("close", at_once=arguments.values["now"])
         deadline = time.monotonic() + arguments.values["wait"]
@@ -211,15 +214,16 @@ def down(arguments: Arguments) -> int:
 
 @command(
     {
-        "the fleet": (*WHERE, FOLDER, Option("--once", "write the files, and end once there is an engine")),
+        "the fleet": (*WHERE, FOLDER, Option("--once", "write the files, and exit as soon as there is an engine")),
         "options": (JSON_LOG,),
     }
 )
 def watch(arguments: Arguments) -> int:
-    """Keep what front ends need of a fleet in a folder: FOLDER/engines, FOLDER/front.key and FOLDER/front.toml.
+    """Write the files that a fleet's front ends need: FOLDER/engines, FOLDER/front.key and FOLDER/front.toml.
 
-    Front ends on this machine then run without Ray: `inferengine http --config FOLDER/front.toml`. While the fleet's
-    directory is away, or Ray, the files stay as they are. `inferengine fleet serve` does both.
+    The command runs until it is stopped, and keeps the addresses up to date. Front ends on this machine then need no
+    Ray: `inferengine http --config FOLDER/front.toml`. While the fleet's directory or Ray is away, the files stay as
+    they are. `inferengine fleet serve` runs this and the front ends.
     """
     config = log_as_json(arguments)
     stdio.protect(json_lines=config.log.format == "json")
@@ -231,20 +235,25 @@ def watch(arguments: Arguments) -> int:
     while True:
         try:
             with _directory(arguments) as directory:
-                signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.OK))  # Ray's own prints a stack
+                signal.signal(
+                    signal.SIGTERM, lambda *_: sys.exit(ExitCode.OK)
+                )  # Ray's own handler prints a stack trace
                 if _watch(directory, Path(arguments.values["folder"]), once=once):
                     return ExitCode.OK
         except InferEngineError as error:
             if once or error.field == "--folder":
                 raise
-            if str(error) != complaint:  # a fleet or a cluster that is away may come back
+            if str(error) != complaint:  # the fleet or the cluster may come back, so keep trying
                 complaint = str(error)
                 logger.warning("%s", complaint)
         time.sleep(RETRY_S)
 
 
 def _watch(directory: Directory, folder: Path, *, once: bool) -> bool:
-    """Write the files until the directory is lost; with `once` until there is an engine. Returns whether there was."""
+    """Write the files until the directory is lost; with `once` until there is an engine.
+
+    Returns whether `once` is done: False means that the caller connects again.
+    """
     from inferengine.fleet.watcher import EngineWatcher, write_front_end_files
     from inferengine.process.system import Notifier
     from inferengine.wire.curve import KeyPair
@@ -262,18 +271,17 @@ def _watch(directory: Directory, folder: Path, *, once: bool) -> bool:
     {
         "the fleet": (
             *WHERE,
-            FOLDER._replace(help="as of `fleet watch`; without it a folder of this run's own", default=""),
+            FOLDER._replace(help="folder for the front ends' files; default: a temporary one", default=""),
         ),
         "options": (JSON_LOG,),
     },
     sections=("http", "ws"),
 )
 def serve(arguments: Arguments) -> int:
-    """Run the HTTP and the websocket front end of a fleet on this machine, and what keeps its addresses for them.
+    """Run a fleet's HTTP and websocket front ends on this machine, and the watcher that tells them the addresses.
 
-    As `inferengine up`, without engines: the three processes are started again when they end, the first Ctrl-C or
-    SIGTERM lets open requests finish. Front ends on as many machines as needed can serve one fleet. Only the process
-    `watch` speaks to Ray.
+    Like `inferengine up` without an engine: a process that ends is restarted, and the first Ctrl-C or SIGTERM lets open
+    requests finish. Any number of machines can run front ends of one fleet. Only the process `watch` connects to Ray.
     """
     config = log_as_json(arguments)
     stdio.protect(json_lines=config.log.format == "json")
@@ -290,7 +298,7 @@ def serve(arguments: Arguments) -> int:
         command = [*watching.command[:-1], "fleet", "watch", *fleet, "--folder", str(files)]
         code = subprocess.run([*command, "--once"], env=dict(watching.environment)).returncode
         if code != ExitCode.OK:
-            return code  # it has said why
+            return code  # the command has printed the reason
         config = _front_end_config(config, files, http, ws)
         terminal = Terminal(sys.stdout, json_lines=config.log.format == "json", name_width=5, usual_s=5.0)
         terminal.begin(f"starting the front ends of fleet {arguments.values['fleet']}")
@@ -353,7 +361,7 @@ def _engine_config(arguments: Arguments) -> Config:
 
 
 def _bounds(values: Mapping[str, Any], engines: int) -> tuple[int, int]:
-    """Fewest and most engines; both --engines where neither --least nor --most is given."""
+    """Return the fewest and the most engines; both are `engines` if neither --least nor --most is given."""
     if values["least"] is None and values["most"] is None:
         return engines, engines
     least, most = values["least"] or min(1, engines), values["most"] or engines
@@ -383,7 +391,7 @@ def _spec(config: Config, values: Mapping[str, Any], settings: Mapping[str, str]
 
 
 def _wait(arguments: Arguments, directory: Directory, serve_with: str = "") -> int:
-    """Wait until the fleet is what was asked, and show it. Raises engine_unavailable with what is missing."""
+    """Wait until the fleet has reached its goal, and show it. Raises engine_unavailable, naming what is missing."""
     began, said, said_s = time.monotonic(), "", 0.0
     while True:
         state = directory.ask("status")
@@ -409,7 +417,7 @@ def _wait(arguments: Arguments, directory: Directory, serve_with: str = "") -> i
 
 
 def what_is_missing(state: dict[str, Any]) -> str:
-    """One line on a fleet that is not as it is wanted, with the remedy where Ray has no room."""
+    """Return one line about what separates a fleet from its goal, with the remedy where Ray has no room."""
     engines = state["engines"]
     ready = sum(engine["state"] == "ready" for engine in engines)
     parts = [f"{ready} of {state['wanted']} engines are READY"]
@@ -445,7 +453,7 @@ def _show(arguments: Arguments, state: dict[str, Any]) -> None:
 
 
 def _front_end_config(config: Config, folder: Path, http: socket.socket, ws: socket.socket) -> Config:
-    """The front ends' configuration: addresses and keys are those that `fleet watch` has written."""
+    """Return the front ends' configuration, with the addresses and keys that `fleet watch` has written."""
     import tomllib
 
     from inferengine.fleet.watcher import FrontEndFiles

@@ -1,4 +1,4 @@
-"""`inferengine simulate fleet`: policies of load balancing over up to thousands of engines, on four traces."""
+"""`inferengine simulate fleet`: compares load-balancing policies over up to thousands of engines, on four traces."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from inferengine.simulation.virtual_engine import EngineOptions
 
 OPTIONS = {
     "the fleet": (
-        Option("--engines N", "how many", 1000, minimum=1),
+        Option("--engines N", "number of engines", 1000, minimum=1),
         Option(
             "--cost NAME|FILE.json", "how long steps take (simulate --cost list)", "h200-llama-3.1-70b-fp8-analytic"
         ),
         Option("--choices LIST", f"policies, comma-separated, of {', '.join(CHOICES)}", ",".join(CHOICES)),
         Option("--front-ends N", "front ends, each with a balancer of its own", 1, minimum=1),
-        Option("--sessions", "requests say which session they belong to", False),
-        Option("--apart", "engines do not tell the front ends what the others sent", False),
-        Option("--deaths SHARE", "of the engines that die each minute, evenly; 0: none", 0.0),
-        Option("--restart-s S", "from an engine's death until it is back, empty", 60.0),
+        Option("--sessions", "requests name the session that they belong to", False),
+        Option("--apart", "engines do not tell each front end what the other front ends sent", False),
+        Option("--deaths SHARE", "share of the engines that die each minute, evenly spread; 0: none", 0.0),
+        Option("--restart-s S", "seconds from an engine's death until it is back, with an empty cache", 60.0),
     ),
     "the traces": (
         Option("--traces LIST", f"comma-separated, of {', '.join(TRACES)}", ",".join(TRACES)),
-        Option("--load X", "times the traces' rates", 1.0),
-        Option("--duration-s S", "sessions begin for so long", 24.0),
-        Option("--warm-up-s S", "requests that arrive sooner do not count", 12.0),
-        Option("--seed N", "of everything that is drawn", 0),
+        Option("--load X", "factor of the traces' request rates", 1.0),
+        Option("--duration-s S", "virtual seconds in which sessions begin", 24.0),
+        Option("--warm-up-s S", "requests that arrive before this virtual second do not count", 12.0),
+        Option("--seed N", "seed of all random draws", 0),
     ),
     "the report": (
-        Option("--check", "instead compare light engines with the engine's own scheduler, policy by policy", False),
-        Option("--json [FILE]", "the report as JSON; without FILE it is printed instead of the table"),
+        Option("--check", "compare the simplified engines with the engine's own scheduler instead", False),
+        Option("--json [FILE]", "write the report as JSON; without FILE print it instead of the table"),
     ),
 }
 
 
 @command(OPTIONS)
 def fleet(arguments: Arguments) -> int:
-    """Compare policies of load balancing in virtual time: four traces, up to thousands of engines.
+    """Compare load-balancing policies in virtual time: four traces, up to thousands of engines.
 
-    An engine is simulated by its steps and parts of prompts, not by tokens; --check says how far that is from the
-    engine's own scheduler. Goodput is measured in requests whose first token and mean time per token are within the
-    trace's objective, as a share of the ideal's.
+    The simulation follows an engine's steps and prompt chunks, not single tokens; --check measures its error against
+    the engine's own scheduler. Goodput counts the requests whose time to the first token and mean time per token meet
+    the trace's objective, as a share of those of an ideal policy.
     """
     values = arguments.values
     traces = _chosen("--traces", values["traces"], tuple(TRACES))
@@ -80,7 +80,7 @@ def fleet(arguments: Arguments) -> int:
 def compare(
     name: str, choices: Sequence[str], values: Mapping[str, Any], options: EngineOptions
 ) -> list[dict[str, Any]]:
-    """One row for each policy on a trace; `of_ideal` where the ideal is among them."""
+    """Return one row for each policy on a trace. Rows have `of_ideal` if the ideal policy is among them."""
     rows: list[dict[str, Any]] = []
     for choice in sorted(choices, key=lambda item: item != IDEAL):
         begin = time.process_time()
@@ -105,7 +105,7 @@ def compare(
 
 
 def check(name: str, choices: Sequence[str], values: Mapping[str, Any], options: EngineOptions) -> list[dict[str, Any]]:
-    """For each policy of the service: figures of light engines, of the engine's own scheduler, and the error."""
+    """Return a row for each policy of the service: figures of light engines, of the own scheduler, and the error."""
     rows = []
     for choice in choices:
         if choice not in ("round_robin", "power_of_two", "prefix_affinity"):
@@ -146,7 +146,7 @@ def check(name: str, choices: Sequence[str], values: Mapping[str, Any], options:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as text."""
+    """Return the rows as lines of text."""
     if not rows:
         return ""
     if "error" in rows[0]:
@@ -197,7 +197,7 @@ def _percentiles(values: Sequence[float], digits: int) -> dict[str, float]:
 
 
 def _errors(light: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, float]:
-    """Relative errors, of the hit rate absolute."""
+    """Return the relative error of each figure; for the hit rate the difference."""
     errors = {"good": light["good"] / max(1, exact["good"]) - 1, "hit_rate": light["hit_rate"] - exact["hit_rate"]}
     for key in ("first_token_ms", "token_ms", "total_ms"):
         errors |= {f"{key}_{name}": light[key][name] / exact[key][name] - 1 for name in ("p50", "p99")}

@@ -1,8 +1,8 @@
-"""`inferengine systemd`: the systemd units for the Python that runs this command, compared and installed.
+"""`inferengine systemd`: compares and installs the systemd units for the Python that runs this command.
 
-The units of the folder `systemd` are written for /opt/inferengine/.venv. Installed, they name this interpreter: of a
-virtual environment, pipx, uv, pyenv or the system. What of it lies below /root or /home is bound into the units' own
-view of the disk, and nothing else there is seen by them.
+The units in the folder `systemd` name /opt/inferengine/.venv. The installed units name this interpreter instead: of a
+virtual environment, pipx, uv, pyenv or the system. Folders of it below /root or /home are bind-mounted into the units'
+view of the disk; nothing else there is visible to them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ OPTIONS = {
         Option("--json", "print what is written and run as JSON"),
     )
 }
-PYTHON = "/opt/inferengine/.venv/bin/python"  # as the units of the folder `systemd` have it
+PYTHON = "/opt/inferengine/.venv/bin/python"  # the interpreter that the units in the folder `systemd` name
 DOCUMENT = "/opt/inferengine/docs/operations.md"
-HIDDEN = ("/root", "/home", "/run/user")  # by ProtectHome=
+HIDDEN = ("/root", "/home", "/run/user")  # what ProtectHome= hides
 DOCUMENT_URL = f"file:{DOCUMENT}"
 EXAMPLE = "embedded.toml"
 GROUP = "inferengine"
@@ -45,8 +45,10 @@ START = "systemctl enable --now inferengine-http.socket inferengine-ws.socket in
 
 
 class Install(NamedTuple):
-    """Where a Python with this package lies: `python` as it was called, the folders that it needs, and `search`, which
-    it has to look for packages in besides those that it knows by itself (empty: none)."""
+    """An installation of this package: its interpreter, as it was called, and the folders that it needs.
+
+    `search`: a folder to add to PYTHONPATH because the interpreter does not find the package without it; empty: none.
+    """
 
     python: str
     folders: tuple[Path, ...]
@@ -54,7 +56,7 @@ class Install(NamedTuple):
 
 
 class File(NamedTuple):
-    """A file to write. One that is `kept` is left alone where it exists; `group` may read it."""
+    """A file to write. A `kept` file is not overwritten if it exists. `group`: a group that may read the file."""
 
     path: str
     text: str
@@ -67,8 +69,8 @@ class File(NamedTuple):
 def compare(arguments: Arguments) -> int:
     """Compare the units of this machine with those that `inferengine systemd install` would write.
 
-    One line for each file: same, differs or absent. After an upgrade, or for another Python, they differ until they are
-    installed again. The exit code is 1 where one differs or is absent. Drop-ins (systemctl edit) are not looked at.
+    Prints one line for each file: same, differs or absent. After an upgrade, or for another Python, files differ until
+    they are installed again. The exit code is 1 if a file differs or is absent. Drop-ins (systemctl edit) are ignored.
     """
     found: dict[str, str] = {}
     for file in units(data_folder(), this_install(), _config_of(arguments)):
@@ -86,11 +88,11 @@ def compare(arguments: Arguments) -> int:
 
 @command(OPTIONS, takes_configuration=False)
 def install(arguments: Arguments) -> int:
-    """Install the systemd units for the Python that runs this command; as root.
+    """Install the systemd units for the Python that runs this command. Needs root.
 
-    It writes units, the user `inferengine` and its folders (sysusers.d, tmpfiles.d), and an example configuration where
-    there is none yet, and reloads systemd. Nothing is enabled or started: the command for it is printed. Drop-ins
-    (systemctl edit) stay; run it again after an upgrade or with another Python.
+    Writes the units, the user `inferengine` and its folders (sysusers.d, tmpfiles.d), and an example configuration if
+    there is none, and reloads systemd. Nothing is enabled or started; the command for that is printed. Drop-ins
+    (systemctl edit) stay. Run it again after an upgrade, or with another Python.
     """
     root = arguments.values["root"]
     files = list(units(data_folder(), this_install(), _config_of(arguments)))
@@ -129,7 +131,7 @@ def _config_of(arguments: Arguments) -> str:
 
 
 def data_folder() -> Path:
-    """The folder `systemd` of this checkout, or of the installed package. Raises ConfigError where there is none."""
+    """Return the folder `systemd` of this checkout or of the installed package. Raises ConfigError if there is none."""
     checkout = Path(__file__).resolve().parents[2]
     schemes = (sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user"))
     installed = [Path(sysconfig.get_path("data", scheme)) / "share" / "inferengine" for scheme in schemes]
@@ -140,18 +142,18 @@ def data_folder() -> Path:
 
 
 def this_install() -> Install:
-    """This interpreter, its folders and those of this package."""
+    """Return this interpreter, its folders and the package's."""
     packages = Path(__file__).resolve().parents[2]
     folders = (Path(sys.prefix), Path(sys.base_prefix), packages)
     probe = "import inferengine, pathlib; print(pathlib.Path(inferengine.__file__).resolve().parents[1])"
-    # As a service has it: no user's packages, no variables, another folder.
+    # Under the conditions of a service: no user site-packages, no environment variables, another working directory.
     found = subprocess.run([sys.executable, "-E", "-s", "-P", "-c", probe], capture_output=True, text=True, cwd="/")
     search = "" if found.stdout.strip() == str(packages) else str(packages)
     return Install(sys.executable, folders, search)
 
 
 def units(source: Path, found: Install, config: str = CONFIG) -> Iterator[File]:
-    """The files to write for an interpreter, from those in the folder `systemd`."""
+    """Yield the files to write for an interpreter, made from those in the folder `systemd`."""
     for path in sorted(source.iterdir()):
         if path.suffix in (".service", ".socket", ".target"):
             text = _unit(path.read_text(), found, config, source.parent / "docs" / "operations.md")
@@ -162,7 +164,7 @@ def units(source: Path, found: Install, config: str = CONFIG) -> Iterator[File]:
 
 
 def _unit(text: str, found: Install, config: str, document: Path) -> str:
-    """A unit's text for an interpreter."""
+    """Return a unit's text for an interpreter."""
     text = text.replace(DOCUMENT_URL, document.as_uri().replace("%", "%%") if document.exists() else DOCUMENT_URL)
     text = text.replace(PYTHON, _word(found.python, of_command=True))
     text = text.replace(CONFIG, _word(config, of_command=True))
@@ -179,14 +181,14 @@ def _unit(text: str, found: Install, config: str, document: Path) -> str:
 
 
 def bound_folders(folders: Iterable[Path]) -> list[Path]:
-    """Those that units do not see by themselves, without the ones inside others: by name, and where links lead."""
+    """Return the folders that ProtectHome= hides from units, as named and as resolved, without folders in others."""
     wanted = {place for folder in folders for place in (folder.absolute(), folder.resolve())}
     hidden = {place for place in wanted if any(place.is_relative_to(base) for base in HIDDEN)}
     return sorted(place for place in hidden if not any(place != other and other in place.parents for other in hidden))
 
 
 def _word(text: str, *, of_command: bool = False) -> str:
-    """A word of a unit's line: quoted where it has to be, with systemd's own signs doubled."""
+    """Return a word for a unit's line: quoted if necessary, with systemd's special characters doubled."""
     text = text.replace("%", "%%").replace("$", "$$" if of_command else "$")
     if re.fullmatch(r"[-\w./%$=:@+]+", text):
         return text

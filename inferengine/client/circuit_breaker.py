@@ -1,11 +1,11 @@
-"""CircuitBreaker: an engine that fails again and again gets a few probes instead of requests, until it recovers. Pure.
+"""CircuitBreaker: sends an engine that fails repeatedly single probes only, until it recovers. Pure: no clock, no I/O.
 
     CLOSED --MAX_FAILURES failures in a row--> OPEN --after its pause--> HALF_OPEN --a probe succeeds--> CLOSED
                                                OPEN <--a probe fails, the pause doubles-- HALF_OPEN
 
-(Nygard, "Release It!", 2007.) A failure is a request that was lost with its engine, that ended with `engine_error`, or
-that another engine answered sooner though it began later (hedging.py). Output is a success. A refusal, a cancelled
-request or a wrong one is neither.
+Source: Nygard, "Release It!", 2007. A request counts as a failure if it was lost with its engine, ended with
+`engine_error`, or was overtaken by its hedge on another engine (hedging.py). It counts as a success when it has output.
+A refused, cancelled or invalid request counts as neither.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from enum import Enum
 
 MAX_FAILURES = 5  # in a row
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-PROBE_S = 30.0  # after this without an outcome another probe may go
-FORGIVEN_S = 60.0  # so long without a failure lets the pauses start over
+PROBE_S = 30.0  # a probe without an outcome for so long may be followed by another
+FORGIVEN_S = 60.0  # after so long without a failure the pauses start again at the shortest
 
 
 class CircuitState(Enum):
@@ -27,19 +27,19 @@ class CircuitState(Enum):
 
 
 class CircuitBreaker:
-    """The circuit of one engine. Times on any clock, the same for all calls."""
+    """The circuit of one engine. Times are seconds on any one clock."""
 
     def __init__(self) -> None:
         self.state = CircuitState.CLOSED
         self.num_failures = 0  # in a row
         self.num_opened = 0
         self.pause_s = 0.0  # the latest one
-        self._retry_s = 0.0  # when an open circuit is tried again
-        self._probed_s: float | None = None  # when the probe was sent that has no outcome yet
+        self._retry_s = 0.0  # when an open circuit becomes half-open
+        self._probed_s: float | None = None  # when the pending probe was sent; None: no probe is pending
         self._failed_s = float("-inf")
 
     def allows(self, now: float) -> bool:
-        """Whether the engine may get a request now. An open circuit becomes half-open when its pause is over."""
+        """Return whether the engine may get a request now. An open circuit becomes half-open when its pause is over."""
         if self.state is CircuitState.OPEN and now >= self._retry_s:
             self.state, self._probed_s = CircuitState.HALF_OPEN, None
         if self.state is CircuitState.HALF_OPEN:
@@ -47,15 +47,17 @@ class CircuitBreaker:
         return self.state is CircuitState.CLOSED
 
     def sent(self, now: float) -> bool:
-        """A request goes to the engine. Returns whether it is a probe: no other may follow before its outcome."""
+        """Record that a request was sent. Returns whether it is a probe, whose outcome the next request waits for."""
         if self.state is not CircuitState.HALF_OPEN:
             return False
         self._probed_s = now
         return True
 
     def succeeded(self) -> bool:
-        """A request got output. Returns whether this closed the circuit. An open one stays open: the request was sent
-        before it opened."""
+        """Record that a request got output. Returns whether this closed the circuit.
+
+        An open circuit stays open, because the request was sent before it opened.
+        """
         if self.state is CircuitState.OPEN:
             return False
         self.num_failures = 0
@@ -65,11 +67,11 @@ class CircuitBreaker:
         return True
 
     def ended(self) -> None:
-        """A request ended without saying anything about the engine: if it was the probe, another may go."""
+        """Record an end that tells nothing about the engine. If the request was the probe, another may be sent."""
         self._probed_s = None
 
     def failed(self, now: float) -> bool:
-        """A request failed. Returns whether this opened the circuit."""
+        """Record that a request failed. Returns whether this opened the circuit."""
         if now - self._failed_s > FORGIVEN_S and self.state is CircuitState.CLOSED:
             self.pause_s = 0.0
             self.num_failures = 0

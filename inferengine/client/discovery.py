@@ -1,4 +1,4 @@
-"""Where the engines of a pool are: fixed addresses, names in DNS, or a file that another program writes.
+"""Finds the addresses of a pool's engines: fixed, by DNS names, or in a file that another program writes.
 
 Entries of `wire.engines`, each of which stands for any number of engines:
 
@@ -8,8 +8,8 @@ Entries of `wire.engines`, each of which stands for any number of engines:
   dnspython. Priority and weight are not used: a pool balances by load.
 - `file:PATH`: one address in each line; `#` begins a comment.
 
-Names and files are read again every few seconds. What cannot be read then, or says that there is no engine, changes
-nothing: engines that are gone are noticed by their silence.
+Names and files are read again every few seconds. A lookup that fails, or that finds no engine, changes nothing: engines
+that are gone are noticed by their silence.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Lookup = Callable[[str], Sequence[str]]
 
 
 class EngineDiscovery:
-    """The addresses that entries stand for now."""
+    """Looks up the addresses that the entries of `wire.engines` stand for."""
 
     def __init__(self, entries: Sequence[str]) -> None:
-        """Raises ConfigError for an entry that cannot be one."""
+        """Raises ConfigError for an entry of an unknown form."""
         self._entries = list(entries)
         for entry in self._entries:
             _check(entry)
@@ -117,7 +117,7 @@ async def _srv_records(name: str) -> list[str]:
     loop = asyncio.get_running_loop()
     for record in answer:
         host = str(record.target).rstrip(".")
-        # The addresses behind the name, not the name: an engine that comes back elsewhere is another engine.
+        # Addresses and not names, because an engine that comes back at another address is another engine.
         with contextlib.suppress(socket.gaierror):
             for item in await loop.getaddrinfo(host, int(record.port), type=socket.SOCK_STREAM):
                 found.add(_tcp_address(item[4][0], int(record.port)))

@@ -1,9 +1,9 @@
-"""When a request that has produced nothing is sent to a second engine as well. Pure.
+"""Decides when a request without output is sent to a second engine too. Pure: no clock, no I/O.
 
-A hedged request (Dean and Barroso, "The tail at scale", 2013): the delay is the QUANTILE of the times to first token
-measured lately for prompts of its size, so that about one request in twenty is late by this measure. Of all requests at
-most `share` are hedged: each one submitted earns that part of a hedge, and at most BURST are saved up. So an overload,
-where every request is late, does not double itself.
+Hedged requests follow Dean and Barroso, "The tail at scale", 2013. The delay before a hedge is the QUANTILE of recent
+times to first token for prompts of similar size, so about one request in twenty is late. At most `share` of all
+requests are hedged: each submitted request adds `share` to a budget, which saves up at most BURST hedges. The limit
+keeps hedges from doubling the load in an overload, when every request is late.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import deque
 
 QUANTILE = 0.95
-LEAST_SAMPLES = 50  # of a size, before its requests are hedged
-WINDOW = 256  # latest samples of a size
-RECOMPUTED = 16  # after so many new samples the delay is computed again
+LEAST_SAMPLES = 50  # samples of a size class before its requests are hedged
+WINDOW = 256  # latest samples of a size class that count
+RECOMPUTED = 16  # new samples after which the delay is computed again
 LEAST_DELAY_S = 0.05
-BURST = 8.0
+BURST = 8.0  # most hedges in the budget
 
 
 class _Size:
@@ -30,16 +30,16 @@ class _Size:
 
 
 class HedgeBudget:
-    """Delays by prompt size, and the budget of hedges."""
+    """The hedging delay for each size of prompt, and the budget of hedges."""
 
     def __init__(self, share: float) -> None:
-        """`share`: most hedges, as a part of all requests; 0: none."""
+        """`share`: largest share of requests that are hedged, 0 to 1; 0: none."""
         self._share = share
         self._budget = 0.0
         self._sizes: dict[int, _Size] = {}
 
     def submitted(self, num_prompt: int) -> float | None:
-        """Count a request. Returns after how many seconds without output it may be hedged; None: not known yet."""
+        """Count a request. Returns the seconds without output after which it may be hedged; None: do not hedge it."""
         self._budget = min(BURST, self._budget + self._share)
         size = self._sizes.get(num_prompt.bit_length())
         return None if size is None or not self._share else size.delay_s
@@ -55,7 +55,7 @@ class HedgeBudget:
             size.num_new = 0
 
     def take(self) -> bool:
-        """Take a hedge out of the budget. False: it is spent."""
+        """Take one hedge out of the budget. Returns False if the budget is spent."""
         if self._budget < 1.0:
             return False
         self._budget -= 1.0

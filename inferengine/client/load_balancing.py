@@ -1,23 +1,24 @@
-"""Which engine takes the next request. Pure: no sockets, no clock; loads are reported, chance is injected.
+"""Chooses the engine for each request. Pure: no sockets, no clock; the caller passes loads and a random generator.
 
 EnginePool and the simulator's fleets use the same object, so results in virtual time hold for the service.
 
-- round_robin: one after the other, whatever they do.
+- round_robin: the engines in turn, whatever their load.
 - power_of_two (Mitzenmacher, "The power of two choices in randomized load balancing", 2001): of two engines drawn at
   random the one with fewer waiting prompt tokens, then fewer requests.
-- prefix_affinity: the engine with the fewest prompt tokens to compute: those that wait there, and those of the prompt
-  that it does not have cached. Compared are the engines that lately got the
-  longest known beginning of this prompt (a conversation stays at its engine, a document at those that read it), and
-  two drawn at random. A token that is cached counts as COMPUTE_WEIGHT waiting ones: computing it again would take time
-  from all requests. A prompt with an unknown beginning is expected at its home, which every front end computes alike:
-  multi-probe consistent hashing (Appleton and O'Reilly, "Multi-probe consistent hashing", 2015) of its first tokens, so
-  that an engine that comes or goes moves only its own share. Bounded loads (Mirrokni, Thorup and Zadimoghaddam,
-  "Consistent hashing with bounded loads", 2018): an engine with more than LOAD_FACTOR times the average number of
-  requests gets none, unless it has less than LOAD_FLOOR.
+- prefix_affinity: the engine with the fewest prompt tokens to compute before the first output: those waiting there, and
+  those of this prompt that it has not cached. The candidates are the engines that recently got the longest known
+  beginning of the prompt, and two drawn at random. So a conversation stays at its engine, and a document at the engines
+  that have read it. A cached token counts as COMPUTE_WEIGHT waiting tokens, because computing it again would take time
+  from all requests. A prompt with an unknown beginning has a home engine that every front end computes alike, by
+  multi-probe consistent hashing of its first tokens (Appleton and O'Reilly, "Multi-probe consistent hashing", 2015): an
+  engine that is added or removed moves only its own share of prompts. Loads are bounded (Mirrokni, Thorup and
+  Zadimoghaddam, "Consistent hashing with bounded loads", 2018): an engine with more than LOAD_FACTOR times the average
+  number of requests gets no more, unless it has fewer than LOAD_FLOOR.
 
 With every policy a request that names its session goes to the engine that served the session last (SessionEngines).
 
-Several front ends know of each other's choices by what the engines tell all of them (`learn`).
+Each engine tells all front ends which prompts and sessions it got, and they pass that to `learn`. So several front ends
+choose consistently.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from typing import NamedTuple, Protocol
 
 AFFINITY_TOKENS = 256  # leading prompt tokens that decide an unknown prompt's home
 LOAD_FACTOR = 1.5  # an engine's most requests, as a multiple of the average
-LOAD_FLOOR = 4  # so many requests are no load to avoid
-NUM_PROBES = 21  # the fullest engine's share of unknown prompts is then about 1.05 times the average
-MAX_REPLICAS = 4  # engines that are remembered for one beginning
-COMPUTE_WEIGHT = 4.0  # waiting tokens that a cached one outweighs
+LOAD_FLOOR = 4  # an engine with fewer requests is never overloaded
+NUM_PROBES = 21  # with so many the largest share of unknown prompts is about 1.05 times the average
+MAX_REPLICAS = 4  # engines remembered for one beginning
+COMPUTE_WEIGHT = 4.0  # waiting tokens to which one cached token is equivalent
 SHARE_MEMORY = 256  # requests over which the share of cached tokens is averaged
 REMEMBERED_BEGINNINGS = 1 << 18
 REMEMBERED_SESSIONS = 1 << 16
 CHARACTERS_PER_TOKEN = 4
-# Where beginnings of prompts end, in tokens: closer together where a difference decides more.
+# Lengths, in tokens, of the beginnings by which prompts are remembered; denser for short prompts.
 BOUNDARIES = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4096, 256), *range(4096, 32_769, 1024))
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: probes spread evenly
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: multiples of it spread evenly over 64 bits
 
 
 class EngineLoads:
-    """The load of each engine: from its last STATUS, and what was sent there since."""
+    """The load of each engine: its last STATUS, plus what was sent to it since."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.keys = [_hash64(name.encode()) for name in names]
@@ -95,7 +96,7 @@ class EngineLoads:
         return engine in self._members
 
     def bound(self, candidates: Sequence[int]) -> float:
-        """Return the number of requests from which on one of `candidates` is overloaded. One is always below it."""
+        """Return the number of requests at which an engine counts as overloaded. Some candidate is always below it."""
         if candidates is self.available:
             total = self.total_requests
         else:
@@ -104,8 +105,11 @@ class EngineLoads:
 
 
 class Prompt(NamedTuple):
-    """What a policy sees of a prompt: `keys[i]` is 64 bits of its first BOUNDARIES[i] tokens, `home` of its first
-    AFFINITY_TOKENS. Without keys where the policy wants none. `session`: 64 bits of the session's key."""
+    """What a policy sees of a prompt.
+
+    `keys[i]` is a 64-bit hash of its first BOUNDARIES[i] tokens; empty if the policy needs none. `home` is a hash of
+    its first AFFINITY_TOKENS. `session` is a hash of the session's name, or None.
+    """
 
     num_tokens: int = 0
     home: int = 0
@@ -129,11 +133,11 @@ class Policy(Protocol):
         """Return the chosen one of `candidates`."""
 
     def learn(self, engine: int, beginnings: Iterable[int]) -> None:
-        """Note that some front end has sent prompts with these beginnings to an engine. Most need not know."""
+        """Record that some front end sent prompts with these beginnings to an engine. By default this does nothing."""
 
 
 class RoundRobin(Policy):
-    """One after the other."""
+    """The engines in turn."""
 
     wants_keys = False
 
@@ -163,21 +167,21 @@ class PowerOfTwo(Policy):
 
 
 class PrefixAffinity(Policy):
-    """The engine where the fewest prompt tokens lie before the first token, within the load bound."""
+    """The engine with the fewest prompt tokens to compute before the first output, within the load bound."""
 
     wants_keys = True
 
     def __init__(self, generator: random.Random) -> None:
         self._random = generator.random
-        self._engines: dict[int, tuple[int, ...]] = {}  # by key: who got this beginning, the last one first
-        self._new_share = 1.0  # part of a prompt's tokens that is computed, on average
+        self._engines: dict[int, tuple[int, ...]] = {}  # by key: engines that got this beginning, the latest first
+        self._new_share = 1.0  # average share of a prompt's tokens that is not cached
         self._ring: list[tuple[int, int]] = []  # (point, engine) of the available engines
         self._version = -1
 
     def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
         """Return the best of the engines that know the prompt's beginning and of two others, and remember it."""
         requests, waiting, sent = loads.num_requests, loads.waiting_tokens, loads.sent_tokens
-        over = 1.0 - self._new_share  # STATUS counts whole prompts, the cached part of which costs nothing
+        over = 1.0 - self._new_share  # STATUS counts whole prompts, so this share of it is cached and costs nothing
         is_all = candidates is loads.available
         bound = loads.bound(candidates)
         num_known, known = self._known(loads, prompt)
@@ -194,14 +198,17 @@ class PrefixAffinity(Policy):
             if requests[engine] < bound and (best < 0 or (tokens, requests[engine]) < (least, fewest)):
                 best, least, fewest, num_cached = engine, tokens, requests[engine], 0
         if best < 0:
-            best = min(candidates, key=requests.__getitem__)  # one is always below the average
+            best = min(candidates, key=requests.__getitem__)  # the least loaded is never above the bound
         self._remember(prompt.keys, best)
         num_new = max(1, prompt.num_tokens - num_cached)
         self._new_share += (num_new / max(1, prompt.num_tokens) - self._new_share) / SHARE_MEMORY
         return Choice(best, num_new)
 
     def _known(self, loads: EngineLoads, prompt: Prompt) -> tuple[int, tuple[int, ...]]:
-        """The length of the longest known beginning, and who got it; of an unknown prompt its home."""
+        """Return the longest known beginning's length in tokens, and the engines that got it.
+
+        For an unknown prompt these are AFFINITY_TOKENS and its home.
+        """
         engines = self._engines
         for place in range(len(prompt.keys) - 1, -1, -1):
             if (found := engines.get(prompt.keys[place])) is not None:
@@ -234,7 +241,7 @@ class PrefixAffinity(Policy):
             del engines[next(iter(engines))]
 
     def _home(self, loads: EngineLoads, key: int) -> int:
-        """The engine whose point on the ring follows one of the key's probes most closely."""
+        """Return the engine whose point on the ring is the closest after any of the key's probes."""
         if self._version != loads.version:
             self._ring = sorted((mix(loads.keys[engine]), engine) for engine in loads.available)
             self._version = loads.version
@@ -252,8 +259,11 @@ class PrefixAffinity(Policy):
 
 
 def told_beginnings(keys: Sequence[int]) -> list[int]:
-    """Return the keys under which a prompt is remembered: that of its longest beginning, and of some before it, which
-    other prompts may share alone. Their distances double, so a prompt of any length takes a few."""
+    """Return the keys under which a prompt is remembered.
+
+    These are the key of its longest beginning, and of some shorter ones, which other prompts may share. Their distances
+    double, so even a long prompt has few.
+    """
     told, place, distance = [], len(keys) - 1, 1
     while place >= 0:
         told.append(keys[place])
@@ -263,7 +273,7 @@ def told_beginnings(keys: Sequence[int]) -> list[int]:
 
 
 def two_of(candidates: Sequence[int], draw: Callable[[], float]) -> tuple[int, int]:
-    """Return two different ones drawn at random, each pair equally likely; the only one twice."""
+    """Return two different candidates drawn at random, each pair equally likely; a single candidate twice."""
     count = len(candidates)
     if count == 1:
         return candidates[0], candidates[0]
@@ -281,7 +291,7 @@ POLICIES: dict[str, Callable[[random.Random], Policy]] = {
 
 
 class SessionEngines:
-    """The engine that served each session last; of the REMEMBERED_SESSIONS latest sessions."""
+    """The engine that served each of the REMEMBERED_SESSIONS latest sessions last."""
 
     def __init__(self) -> None:
         self._engines: dict[int, int] = {}  # by key, the oldest use first
@@ -294,15 +304,17 @@ class SessionEngines:
             del self._engines[next(iter(self._engines))]
 
     def engine_of(self, prompt: Prompt, loads: EngineLoads, candidates: Sequence[int]) -> int | None:
-        """Return the engine of the prompt's session, or None where there is none, or it cannot take the request: it is
-        not among `candidates`, or overloaded."""
+        """Return the engine of the prompt's session.
+
+        Returns None if the session is unknown, or if its engine is overloaded or not among `candidates`.
+        """
         engine = None if prompt.session is None else self._engines.get(prompt.session)
         if engine is None or not loads.is_available(engine):
             return None
         if candidates is not loads.available and engine not in candidates:
             return None
         is_full = loads.num_requests[engine] >= loads.bound(candidates)
-        # Computing the whole prompt elsewhere is better then.
+        # With so much waiting, another engine computes the whole prompt sooner.
         is_slow = loads.waiting_tokens[engine] > COMPUTE_WEIGHT * max(prompt.num_tokens, AFFINITY_TOKENS)
         return None if is_full or is_slow else engine
 
@@ -317,8 +329,8 @@ class LoadBalancer:
         *,
         generator: random.Random | None = None,
     ) -> None:
-        """`names` are the engines' stable names: affinity follows them over restarts and between front ends. `policy`:
-        one of POLICIES, or one of the caller's own."""
+        """`names`: the engines' names or addresses. Homes are computed from them, so they must stay the same over
+        restarts and between front ends. `policy`: a name in POLICIES, or a Policy."""
         self.loads = EngineLoads(names)
         self._sessions = SessionEngines()
         self._policy = POLICIES[policy](generator or random.Random()) if isinstance(policy, str) else policy
@@ -342,8 +354,11 @@ class LoadBalancer:
         return Prompt(_length(prompt_ids), session=session)
 
     def place(self, prompt: Prompt, *, avoid: Collection[int] = ()) -> Choice | None:
-        """As `choose`, for a prompt that was read. A session stays at its engine while that one is available and not
-        overloaded, whatever the policy; otherwise it moves to where the policy says, and stays there."""
+        """Choose an engine for a prompt that `read` returned; see `choose`.
+
+        A session stays at its engine while that is available and not overloaded, whatever the policy. Otherwise the
+        policy chooses, and the session stays at the new engine.
+        """
         candidates: Sequence[int] = self.loads.available
         if avoid:
             candidates = [engine for engine in candidates if engine not in avoid]
@@ -362,14 +377,14 @@ class LoadBalancer:
             self._sessions.note(prompt.session, engine)
 
     def learn(self, engine: int, beginnings: Iterable[int], sessions: Iterable[int]) -> None:
-        """Note what some front end has sent to an engine: keys of `told_beginnings`, and of sessions."""
+        """Record what some front end sent to an engine: keys from `told_beginnings`, and keys of sessions."""
         self._policy.learn(engine, beginnings)
         for key in sessions:
             self._sessions.note(key, engine)
 
 
 def make_prompt(prompt: Sequence[int] | str, salt: bytes, session: int | None = None) -> Prompt:
-    """Return what a policy sees of a prompt and its cache salt, with the key of its session."""
+    """Hash the beginnings of a prompt and its cache salt for a policy. `session`: the key of its session."""
     size = CHARACTERS_PER_TOKEN if isinstance(prompt, str) else 4
     if isinstance(prompt, str):
         data = prompt[: size * BOUNDARIES[-1]].encode()
@@ -389,16 +404,18 @@ def make_prompt(prompt: Sequence[int] | str, salt: bytes, session: int | None = 
 
 
 def session_key(session: str, tenant: str = "") -> int | None:
-    """Return 64 bits of a session's name, other ones for each tenant; None for no name."""
+    """Return a 64-bit hash of a tenant's session name; None if the name is empty."""
     if not session:
         return None
     name = tenant.encode()
-    named = len(name).to_bytes(4, "little") + name + session.encode("utf-8", "surrogatepass")  # JSON may have halves
+    named = (
+        len(name).to_bytes(4, "little") + name + session.encode("utf-8", "surrogatepass")
+    )  # JSON may hold lone surrogates
     return _hash64(b"session" + named)
 
 
 def prefix_key(prompt: Sequence[int] | str, salt: bytes, num_tokens: int = AFFINITY_TOKENS) -> int:
-    """Return 64 bits of the beginning of a prompt and its cache salt."""
+    """Return a 64-bit hash of a prompt's first `num_tokens` and its cache salt."""
     if isinstance(prompt, str):
         beginning = prompt[: CHARACTERS_PER_TOKEN * num_tokens].encode()
     else:
@@ -408,12 +425,12 @@ def prefix_key(prompt: Sequence[int] | str, salt: bytes, num_tokens: int = AFFIN
 
 
 def _length(prompt: Sequence[int] | str) -> int:
-    """The tokens of a prompt; of text about."""
+    """Return the number of tokens of a prompt; of text an estimate."""
     return -(-len(prompt) // CHARACTERS_PER_TOKEN) if isinstance(prompt, str) else len(prompt)
 
 
 def mix(value: int) -> int:
-    """Mix 64 bits with the finalizer of MurmurHash3 (Appleby): every bit depends on every other."""
+    """Mix 64 bits with the finalizer of MurmurHash3 (Appleby): every output bit depends on every input bit."""
     value ^= value >> 33
     value = value * 0xFF51AFD7ED558CCD & _MASK
     value ^= value >> 33

@@ -1,22 +1,25 @@
-"""EnginePool: several engines behind one front end. No coordinator: each pool chooses by itself.
+"""EnginePool: several engines behind one front end. There is no coordinator: each pool chooses engines by itself.
 
-`load_balancing` decides which engine takes a request. This file reports the load of each engine to it: the last STATUS,
-up to a quarter of a second old, and what this pool has sent since. An engine that drains, is frozen, or whose STATUS
-stops gets no new work.
+`load_balancing` decides which engine takes a request. The pool reports each engine's load to it: the last STATUS, up to
+a quarter of a second old, and what the pool has sent since. An engine that drains, is frozen, or whose STATUS stops
+gets no new requests.
 
 A request without output moves to another engine, under the same id, when its engine refuses it (overloaded, draining)
-or is gone. One with output moves, with the output so far, when its engine is lost: it has another epoch, was silent for
-a lease, or says that it gives up. Where no other engine can take it, it waits for its own. A connection that breaks for
-less than FAILOVER_S changes nothing: the session resumes.
+or is gone. A request with output moves, with the output so far, when its engine is lost: the engine has another epoch,
+was silent for a lease, or says that it gives up. If no other engine can take the request, it waits for its own. A
+connection that breaks for less than FAILOVER_S moves nothing: the session resumes.
 
-An engine whose requests fail again and again gets a few probes only, until it recovers (circuit_breaker.py); where no
-other engine is left it is asked all the same. With `hedge_share`, a request that produces nothing for too long gets a
-second run at an idle engine (hedging.py). The run with the first output goes on as the request and the other one is
-cancelled. Its reader sees one stream with one end, and the usage of that run. Only requests with one choice that nobody
-else can read (not detached, no id of the caller's) are hedged.
+An engine whose requests fail repeatedly gets single probes only, until it recovers (circuit_breaker.py). If no other
+engine is left it gets requests all the same.
 
-The engines may come and go (discovery.py). One that is no longer named takes no new request, finishes what it has, and
-is then forgotten. Where it is not connected either, it is lost: its requests move without waiting for a lease.
+With `hedge_share`, a request that produces nothing for too long gets a second run on an idle engine (hedging.py). The
+run with the first output continues as the request; the other one is cancelled. The reader sees one stream with one end,
+and the usage of the run that won. Only requests with one choice and a single reader (not detached, no id of the
+caller's own) are hedged.
+
+Engines may be added and removed (discovery.py). An engine that is no longer listed gets no new request, finishes what
+it has, and is then forgotten. If it is not connected either, it counts as lost: its requests move without waiting for a
+lease.
 """
 
 from __future__ import annotations
@@ -51,8 +54,7 @@ MAX_MOVES = 3
 REMEMBERED_REQUESTS = 65_536
 _MOVABLE = {"overloaded", "draining", "engine_unavailable", "engine_restarted"}
 _LOST = {"engine_unavailable", "engine_restarted"}
-_FAILURES = {"engine_unavailable", "engine_restarted", "engine_stalled", "engine_error"}  # of the engine's doing
-EVENTS = ("moved", "hedged", "hedge_won", "circuit_opened")  # what `on_event` is told
+EVENTS = ("moved", "hedged", "hedge_won", "circuit_opened")  # arguments of `on_event`
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +77,14 @@ class _Engine:
         self.index = index
         self.client = client
         self.circuit = CircuitBreaker()
-        self.reported_s: float | None = None  # when the STATUS came that the balancer has
-        self.spacing_s = 0.0  # between the last two STATUS
+        self.reported_s: float | None = None  # arrival of the STATUS that was last reported to the balancer
+        self.spacing_s = 0.0  # seconds between the last two STATUS
         self.away_since_s: float | None = None
-        self.is_named = True  # by the addresses of now
-        self.is_closed = False  # no longer named, and it has nothing left to do
+        self.is_named = True  # listed in the latest addresses
+        self.is_closed = False  # no longer listed, and without requests
 
     def is_healthy(self, now: float) -> bool:
-        """Whether it takes new requests, as far as its client knows."""
+        """Return whether it takes new requests, as far as its client knows."""
         client = self.client
         if not self.is_named or not client.ready or _is_frozen(client):
             return False
@@ -91,7 +93,7 @@ class _Engine:
 
 
 class _PooledRequest:
-    """A submission that can move: without output yet, or with its engine lost."""
+    """A submission that the pool may move to another engine, and its hedge."""
 
     __slots__ = (
         "engine",
@@ -114,7 +116,7 @@ class _PooledRequest:
         self.submitted_s = now
         self.refused_by: set[int] = set()
         self.moves = 0
-        self.timer: asyncio.TimerHandle | None = None  # until it may be hedged
+        self.timer: asyncio.TimerHandle | None = None  # fires when the request may be hedged
         self.hedge: _Hedge | None = None
 
 
@@ -142,16 +144,22 @@ class EnginePool:
         discovery_s: float = DISCOVERY_S,
         hedge_share: float = 0.0,
     ) -> None:
-        """`addresses`: of the engines, or entries that stand for several (discovery.py), which are looked up every
-        `discovery_s`. `policy`: one of load_balancing.POLICIES. `curve`: the keys for engines on TCP that ask for them.
-        `resume_wait_s`: as AsyncClient's. `hedge_share`: most requests that get a second run, as a part of all; 0:
-        none. Raises ConfigError for an entry that cannot be an address."""
+        """Create the pool; `start` or `connect` connects it. Raises ConfigError for an entry that is no address.
+
+        Args:
+            addresses: Addresses of engines, or entries that stand for several engines (discovery.py).
+            role: As AsyncClient's, like `name`, `window` and `resume_wait_s`.
+            policy: A name in load_balancing.POLICIES.
+            generator: Source of random choices.
+            curve: Keys for engines on TCP that demand them.
+            discovery_s: Seconds between lookups of the entries.
+            hedge_share: Largest share of requests that get a second run; 0: none.
+        """
         if not addresses:
             raise ValueError("at least one engine address is needed")
-        self.on_resumed: Callable[[float], None] = lambda pause_s: (
-            None
-        )  # a request resumed after its engine was lost, after so long
-        self.on_event: Callable[[str], None] = lambda event: None  # one of EVENTS has happened
+        # Called when a request has resumed after its engine was lost, with the length of the pause.
+        self.on_resumed: Callable[[float], None] = lambda pause_s: None
+        self.on_event: Callable[[str], None] = lambda event: None  # called with one of EVENTS
         self._hedges = HedgeBudget(hedge_share)
         self.num_moved = 0  # times that a request moved to another engine, or was sent again to its own
         self._make_client = partial(
@@ -161,7 +169,7 @@ class EnginePool:
         self._discovery_s = discovery_s
         self._watching: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
-        self._engines: list[_Engine] = []  # an index stays its engine's for good
+        self._engines: list[_Engine] = []  # only grows, so that an engine's index stays valid
         self._balancer = LoadBalancer((), policy, generator=generator)
         for address in self._discovery.fixed():
             self._add(address)
@@ -173,7 +181,7 @@ class EnginePool:
 
     @property
     def clients(self) -> list[AsyncClient]:
-        """The clients of all engines, those included that are no longer named and still have requests."""
+        """The clients of all engines, including engines that are no longer listed but still have requests."""
         return [engine.client for engine in self._engines if not engine.is_closed]
 
     @property
@@ -182,7 +190,7 @@ class EnginePool:
         return [engine.client.address for engine in self._engines if engine.is_named]
 
     def start(self) -> None:
-        """Connect to all engines in the background, and look for those that come later. Needs a running event loop."""
+        """Connect to all engines in the background, and look for new ones. Needs a running event loop."""
         for client in self.clients:
             client.start()
         if self._discovery.is_dynamic and self._watching is None:
@@ -199,8 +207,11 @@ class EnginePool:
         return await self._first(timeout_s, lambda client: client.wait_ready(timeout_s))
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Serve with the engines at these addresses from now on. New ones are connected; one that is missing gets no
-        new request, and its connection is closed when its last one has ended."""
+        """Use the engines at these addresses from now on.
+
+        New engines are connected. An engine that is missing gets no new request, and its connection is closed when its
+        last request has ended.
+        """
         named = set(addresses)
         present = {engine.client.address: engine for engine in self._engines if not engine.is_closed}
         for address, engine in present.items():
@@ -212,7 +223,7 @@ class EnginePool:
         self._close_unnamed()
 
     async def _find_any(self, timeout_s: float) -> None:
-        """Wait until an engine is known, where they are looked up."""
+        """Wait until a lookup has found an engine, or the time is over."""
         self.start()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -273,7 +284,7 @@ class EnginePool:
 
     @property
     def welcome(self) -> Welcome:
-        """Of a READY engine, else of any that has answered."""
+        """The WELCOME of a READY engine, else of any that has answered."""
         return self._any_client().welcome
 
     @property
@@ -310,8 +321,11 @@ class EnginePool:
     def submit(
         self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
     ) -> Submission:
-        """As AsyncClient.submit. Requests of one `session` go to one engine while it is there and not overloaded; other
-        tenants' sessions of the same name are others. Raises engine_unavailable when no engine takes requests."""
+        """Submit a request to the engine that the policy chooses; arguments as for AsyncClient.submit.
+
+        Requests of one `session` go to one engine while it is available and not overloaded. Sessions are separate for
+        each tenant. Raises engine_unavailable when no engine takes requests.
+        """
         request_id = arguments.get("request_id")
         known = self._engine_of.get(request_id) if request_id is not None else None  # a known id goes to its engine
         text = _affinity_text(prompt_ids, arguments)
@@ -360,19 +374,19 @@ class EnginePool:
         return await self._any_client().model_files(files)
 
     async def admin(self, op: str, **arguments: Any) -> Any:
-        """As AsyncClient.admin, on one READY engine; for a certain one use `clients`."""
+        """As AsyncClient.admin, on any READY engine; to address a certain engine use `clients`."""
         return await self._any_client().admin(op, **arguments)
 
     def choose(self, prompt: Sequence[int] | str = (), salt: bytes = b"") -> AsyncClient:
         """Return the engine for a request with this prompt. Raises engine_unavailable when none is connected."""
         return self._choose(self._read(prompt, salt))[0].client
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- choosing and moving -----------------------------------------------------------------------------------------
 
     def _read(self, prompt: Sequence[int] | str, salt: bytes, session: int | None = None) -> Prompt:
         """Return what choosing an engine needs of a prompt."""
         now = asyncio.get_running_loop().time()
-        if now - self._refreshed_s > REFRESH_S:  # how much it needs depends on how many engines there are
+        if now - self._refreshed_s > REFRESH_S:  # with a single engine the prompt need not be hashed
             self._refresh(now)
         return self._balancer.read(prompt, salt, session)
 
@@ -383,7 +397,7 @@ class EnginePool:
             return self._engines[choice.engine], choice.num_new_tokens
         for engine in self._engines:
             if engine.is_named and engine.client.connected:
-                return engine, 0  # it is starting or draining, and its REJECT says so
+                return engine, 0  # it is starting or draining; its REJECT tells the caller
         raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)
 
     def _pick(self, prompt: Prompt, avoid: Sequence[int] | set[int]) -> Choice | None:
@@ -396,7 +410,7 @@ class EnginePool:
             choice = self._balancer.place(prompt, avoid=avoid)
         if choice is not None:
             return choice
-        # None is healthy. One that is READY and seems frozen may only be slow.
+        # No engine is healthy. An engine that is READY but seems frozen may only be slow.
         ready = (item.index for item in self._engines if item.is_named and item.client.ready)
         return next((Choice(index, 0) for index in ready if index not in avoid), None)
 
@@ -435,28 +449,36 @@ class EnginePool:
             if error.code in _LOST and request.begun:
                 return InferEngineError("engine_restarted", "The engine that ran this request is gone.")
             return error
-        if error.code != "engine_restarted":  # that engine is back, and may take it again
+        return None if self._move_unstarted(pooled, is_engine_back=error.code == "engine_restarted") else error
+
+    def _move_unstarted(self, pooled: _PooledRequest, *, is_engine_back: bool) -> bool:
+        """Send a request without output to another engine. Returns whether an engine was found.
+
+        `is_engine_back`: the request's engine has restarted, and may take the request if no other engine can.
+        """
+        if not is_engine_back:
             pooled.refused_by.add(pooled.engine.index)
         while pooled.moves < MAX_MOVES:
             pooled.moves += 1
             self._refreshed_s = float("-inf")
             choice = self._pick(pooled.prompt, pooled.refused_by)
-            index = None if choice is None else choice.engine
-            if index is None and error.code == "engine_restarted":
-                index = pooled.engine.index  # no other engine is there
-            if index is None:
-                break
+            if choice is not None:
+                index = choice.engine
+            elif is_engine_back:
+                index = pooled.engine.index
+            else:
+                return False
             try:
                 pooled.submission.move_to(self._engines[index].client)
             except InferEngineError:
                 pooled.refused_by.add(index)
                 continue
             self._moved(pooled, index)
-            return None
-        return error
+            return True
+        return False
 
     def _moved(self, pooled: _PooledRequest, index: int) -> None:
-        """Note that a request goes to another engine."""
+        """Record that a request was sent to another engine."""
         pooled.engine = self._engines[index]
         self.num_moved += 1
         self.on_event("moved")
@@ -464,8 +486,11 @@ class EnginePool:
         self._remember(pooled.submission.id, pooled.engine)
 
     def _move_lost(self, pooled: _PooledRequest) -> bool:
-        """Resume a request whose engine is lost at another one. Returns False when none can take it now. It is tried
-        again: by the session that holds it, after the pause that its engine named, or here when an engine is there."""
+        """Resume a request whose engine is lost on another engine. Returns False when none can take it now.
+
+        The request is then tried again: by the session that holds it, after the pause that its engine named, or by
+        `_watch` when an engine is available.
+        """
         request, unfit = pooled.submission.request, {pooled.engine.index, *pooled.refused_by}
         for engine in self._engines:
             if engine.client.ready and engine_mismatch(request, engine.client.welcome) is not None:
@@ -480,7 +505,7 @@ class EnginePool:
             self._moved(pooled, index)
             pooled.submission.move_to(target)
             return True
-        pooled.refused_by.clear()  # each has refused once: the next round is after the pause that the last one named
+        pooled.refused_by.clear()  # every engine has refused: the next round begins after the pause that the last named
         if self._can_move:
             self._movable[request.id] = pooled
             self._plan_watch()
@@ -489,10 +514,10 @@ class EnginePool:
     # -- circuits and hedges -----------------------------------------------------------------------------------------
 
     def _sent(self, engine: _Engine, num_new_tokens: int, now: float) -> None:
-        """A request goes to an engine."""
+        """Count a request that is sent to an engine."""
         self._balancer.loads.sent(engine.index, num_new_tokens)
         if engine.circuit.sent(now):
-            self._refreshed_s = float("-inf")  # no other follows before its outcome
+            self._refreshed_s = float("-inf")  # it is a probe: the engine is not available before its outcome
 
     def _note_failure(self, engine: _Engine) -> None:
         circuit = engine.circuit
@@ -512,7 +537,7 @@ class EnginePool:
             logger.warning("engine %s gets requests again", engine.client.address)
 
     def _on_first(self, pooled: _PooledRequest, delta: Delta) -> None:
-        """A reader takes the first output of a request, or its end."""
+        """Record that a reader takes the first output of a request, or its end."""
         if pooled.timer is not None:
             pooled.timer.cancel()
         if pooled.hedge is not None:
@@ -529,7 +554,7 @@ class EnginePool:
             pooled.engine.circuit.ended()
 
     def _plan_hedge(self, pooled: _PooledRequest, arguments: dict[str, Any]) -> None:
-        """Hedge a request later, where that is possible."""
+        """Schedule the hedge of a request, if it may have one."""
         delay_s = self._hedges.submitted(pooled.num_prompt)
         if delay_s is None or len(pooled.submission.streams) != 1 or not arguments.get("resubmit", True):
             return
@@ -537,12 +562,12 @@ class EnginePool:
             pooled.timer = asyncio.get_running_loop().call_later(delay_s, self._hedge, pooled)
 
     def _hedge(self, pooled: _PooledRequest) -> None:
-        """Give a request that has produced nothing a second run, if an engine is idle and the budget is not spent."""
+        """Start a second run of a request without output, if an engine is idle and the budget is not spent."""
         pooled.timer = None
         request = pooled.submission.request
         if self._closed or not self._is_undecided(request) or request.lost_s is not None or request.held:
             return
-        # The session stays where it is, unless this run wins.
+        # Without the session: it stays at its engine unless this run wins.
         choice = self._pick(pooled.prompt._replace(session=None), {*pooled.refused_by, pooled.engine.index})
         if choice is None:
             return
@@ -565,7 +590,7 @@ class EnginePool:
         client.send()
 
     def _on_hedge_output(self, pooled: _PooledRequest, hedge: OpenRequest) -> None:
-        """The second run has output, or has ended."""
+        """Handle output or the end of the second run."""
         if pooled.hedge is None or pooled.hedge.request is not hedge:
             return
         if hedge.failed:
@@ -577,7 +602,11 @@ class EnginePool:
             self.on_event("hedge_won")
 
     def _go_on_as_hedge(self, pooled: _PooledRequest) -> bool:
-        """Let a request go on as its second run. False: the request is decided, and the second run is ended."""
+        """Continue a request as its second run.
+
+        Returns False if that is not possible, because the request has output or an end, or the second run has failed.
+        The second run is then ended.
+        """
         hedge, request = pooled.hedge, pooled.submission.request
         if hedge is None:
             return False
@@ -594,20 +623,20 @@ class EnginePool:
         return True
 
     def _end_hedge(self, pooled: _PooledRequest) -> None:
-        """End the second run."""
+        """End the second run, if there is one."""
         hedge, pooled.hedge = pooled.hedge, None
         if hedge is not None:
-            pooled.refused_by.add(hedge.engine.index)  # it may not have ended there yet, under the same id
+            pooled.refused_by.add(hedge.engine.index)  # that engine may still run it, under the same id
             hedge.engine.client.end_hedge(hedge.request)
 
     @staticmethod
     def _is_undecided(request: OpenRequest) -> bool:
-        """Whether a request has neither output nor an end, and nobody has cancelled it."""
+        """Return whether a request has neither output nor an end, and is not cancelled."""
         return not request.begun and not any(item.cancelled for item in request.collectors)
 
     @property
     def _can_move(self) -> bool:
-        """Whether there may be another engine to move to."""
+        """Whether there is another engine to move to, or may be later."""
         return len(self._engines) > 1 or self._discovery.is_dynamic
 
     def _note_resumed(self, pause_s: float) -> None:
@@ -618,7 +647,7 @@ class EnginePool:
             self._timer = asyncio.get_running_loop().call_later(FAILOVER_S / 4, self._watch)
 
     def _watch(self) -> None:
-        """Check the engines of requests that can move, again and again while there are any."""
+        """Check the engines of requests that can move; repeated while there are such requests."""
         self._timer = None
         now = asyncio.get_running_loop().time()
         for engine in self._engines:
@@ -629,7 +658,7 @@ class EnginePool:
         for request_id, pooled in list(self._movable.items()):
             request = pooled.submission.request
             if request.lost_s is not None and not request.finished:
-                client = pooled.engine.client  # a READY one has refused it and said when to retry
+                client = pooled.engine.client  # if READY, it refused the request and named the time of the next try
                 if (request.held and not client.ready) or not client.connected:
                     self._move_lost(pooled)
                 continue
@@ -646,7 +675,7 @@ class EnginePool:
             self._plan_watch()
 
     def _move_away(self, pooled: _PooledRequest) -> None:
-        """Move a request off an engine that does not answer, if another one is there."""
+        """Move a request off an engine that does not answer, if another engine is available."""
         refused_by = {*pooled.refused_by, pooled.engine.index}
         if self._pick(pooled.prompt._replace(session=None), refused_by) is None:
             return
@@ -670,7 +699,7 @@ class EnginePool:
 
 
 class PooledAttachment:
-    """An ATTACH to a request whose engine this pool does not know, after a restart for instance. Asks each in turn."""
+    """An ATTACH to a request whose engine the pool does not know, for instance after a restart: asks each in turn."""
 
     def __init__(
         self, clients: Sequence[AsyncClient], request_id: bytes, cursors: Sequence[int], n: int, reply: str
@@ -716,7 +745,7 @@ class PooledAttachment:
 
 
 def _affinity_text(prompt_ids: Sequence[int] | None, arguments: dict[str, Any]) -> Sequence[int] | str:
-    """Return what prefix affinity is computed from, for every form of prompt."""
+    """Return the tokens or text from which prefix affinity is computed, for every form of prompt."""
     if prompt_ids is not None:
         return prompt_ids
     if isinstance(text := arguments.get("text"), str):

@@ -1,4 +1,4 @@
-"""StepPlan as MessagePack: for other ranks of this machine (parallel/), and for a device elsewhere (remote/)."""
+"""Encodes a StepPlan as MessagePack, for other ranks on this machine (parallel/) and for a remote device (remote/)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORD = (1 << 64) - 1
 
 
 def _to_plain(value: Any) -> Any:
-    """Arrays of token ids, and numbers of numpy."""
+    """Convert numpy arrays and numbers, and other sequences, to plain values."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else list(value)
 
 
@@ -22,12 +22,12 @@ _decoder = msgspec.msgpack.Decoder(StepPlan)
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """Return a plan as MessagePack. A seed counts modulo 2^64, which is what MessagePack has."""
+    """Return a plan as MessagePack. Seeds are reduced modulo 2^64, the largest integers of MessagePack."""
     if plan.admitted:
         plan = plan._replace(admitted=[item._replace(seed=item.seed & _WORD) for item in plan.admitted])
     return encoder.encode(plan)
 
 
 def decode_plan(payload: memoryview | bytes | msgspec.Raw) -> StepPlan:
-    """Read what `encode_plan` made. Raises ValueError."""
+    """Decode a plan that `encode_plan` encoded. Raises ValueError."""
     return _decoder.decode(payload)

@@ -1,10 +1,10 @@
-"""Fleets: engines on many machines, placed and restarted by Ray, counted and replaced by a directory.
+"""Fleets: engines on many machines. Ray places and restarts them; a directory actor counts and replaces them.
 
-- `spec`: what a fleet is to be; `ledger`: what it is, and what is to be done next; `scaling`: how many engines.
-  They are plain objects without a clock: Ray is not needed to test them.
-- `host`: one engine process, run on whichever machine it was put on. It ends with the process that runs the host.
-- `actors`: host and ledger as actors; the only file that imports Ray.
-- `watcher`: keeps the addresses in a file, from which front ends read them.
+- `spec`: the wanted state of a fleet. `ledger`: its observed state, and the next actions. `scaling`: how many engines.
+  These are plain objects that take the time as an argument, so tests need neither Ray nor waiting.
+- `host`: runs one engine process on the machine where Ray placed it. The engine ends when the host's process ends.
+- `actors`: host and ledger as Ray actors. The only file that imports Ray.
+- `watcher`: writes the engines' addresses to a file that front ends read.
 
 Tokens never travel through Ray: front ends speak to the engines over the ZeroMQ wire, with CURVE keys.
 """

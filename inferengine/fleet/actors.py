@@ -1,12 +1,12 @@
-"""The actors of a fleet: each engine's host, and the directory. The only file that imports Ray.
+"""The Ray actors of a fleet: one host for each engine, and one directory. The only file that imports Ray.
 
-Ray places the engines, restarts them (`max_restarts=-1`) and knows which machines leave. The directory asks every
-engine's actor twice a second how it does; an actor that Ray cannot reach fails that call at once. So an engine's death
-is known here without a detector of our own. Placement groups and resource requests that have no room wait: Ray's
-autoscaler sees them and brings machines.
+Ray places the engines, restarts them (`max_restarts=-1`) and knows which machines are being drained. The directory
+asks each engine's actor for its state every REPORT_S. A call to an actor that Ray cannot reach fails at once, so no
+failure detector of our own is needed. Placement groups and resource requests that do not fit wait in Ray, whose
+autoscaler sees them and adds machines.
 
-The directory is a named, detached actor. When it is lost Ray starts it again with what its constructor was given; it
-then finds the engines by their names and takes the newest goal that one of them keeps for it. Engines serve meanwhile.
+The directory is a named, detached actor. When it is lost, Ray restarts it with its original constructor arguments. It
+then finds the engines by name, and takes the newest goal of which one of them holds a copy. Engines serve meanwhile.
 """
 
 from __future__ import annotations
@@ -37,28 +37,31 @@ from inferengine.fleet.scaling import ScalingPolicy
 from inferengine.fleet.spec import NAMESPACE, FleetKeys, FleetSpec, Goal
 from inferengine.process.supervisor import FINAL_CODES
 
-TURN_S = 0.1
-REPORT_S = 0.4  # between questions for an engine's state
-LATE_S = 0.4  # without an answer the engine's port is asked
-LEAVING_S = 2.0  # between questions for machines that leave
-RECOVER_S = 5.0  # for engines to hand their copy of the goal to a directory that was restarted
-ANSWER_S = 30.0  # for the directory to answer a command
-PROBE_S = 3.0
-LEAVE_S = 0.3  # from the report of an unexpected end to that of the actor, which Ray then restarts
-UNHEARD_S = 1.5  # the same where nobody asks
-STAY_S = 60.0  # for the directory to take an actor away whose engine drained or cannot run
-CALLERS = 16  # of the directory at once
+TURN_S = 0.1  # between rounds of a control thread
+REPORT_S = 0.4  # between requests for one engine's state
+LATE_S = 0.4  # without an answer after which the engine's port is probed
+LEAVING_S = 2.0  # between requests for the list of draining machines
+RECOVER_S = 5.0  # how long a restarted directory waits for the engines' copies of the goal
+ANSWER_S = 30.0  # time limit of a command that the directory has to answer
+PROBE_S = 3.0  # time limit of the TCP connection that tests whether Ray listens
+LEAVE_S = 0.3  # from reporting an unexpected end until the actor exits, and Ray restarts it
+UNHEARD_S = 1.5  # how long an actor waits for the directory to ask, before it exits unreported
+STAY_S = 60.0  # how long an actor whose engine drained, or cannot run, waits for the directory to remove it
+CALLERS = 16  # concurrent calls of the directory
 
 logger = logging.getLogger(__name__)
 
 
 class EngineActor:
-    """Runs one engine process; ends when that ends unexpectedly, so that Ray starts both again, and with its raylet."""
+    """Runs one engine process.
+
+    The actor exits when the engine ends unexpectedly, so that Ray restarts both, and when its raylet has gone.
+    """
 
     def __init__(
         self, name: str, revision: int, spec: Mapping[str, Any], keys: Mapping[str, str], goal: Mapping[str, Any]
     ) -> None:
-        """All arguments are plain values; see FleetSpec, FleetKeys and Goal."""
+        """Start the engine. The mappings are the plain values of a FleetSpec, a FleetKeys and a Goal."""
         own = FleetSpec(**spec)
         settings = {"INFERENGINE_ENGINE_TENSOR_PARALLEL": str(own.tensor_parallel), **own.settings}
         if not own.gpus:  # the engines of a machine share its memory as they share its cores
@@ -66,7 +69,7 @@ class EngineActor:
             settings.setdefault("INFERENGINE_CACHE_MEMORY_FRACTION", f"{share:.4f}")
         self._goal = dict(goal)
         self._node = ray.get_runtime_context().get_node_id()
-        self._is_told = False
+        self._drain_requested = False
         self._reported_end = threading.Event()
         self._host = EngineHost(
             name,
@@ -80,7 +83,7 @@ class EngineActor:
         threading.Thread(target=self._end_with_engine, name="inferengine-end", daemon=True).start()
 
     def report(self, goal: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """State of the engine as plain values; `goal`: to be kept for the directory."""
+        """Return the engine's state as plain values. A `goal` is stored, as a copy for a restarted directory."""
         if goal is not None:
             self._goal = dict(goal)
         found = self._host.report()
@@ -89,12 +92,12 @@ class EngineActor:
         return {**found, "node": self._node, "edition": self._goal["edition"]}
 
     def goal(self) -> dict[str, Any]:
-        """The directory's goal, as far as this engine has heard of it."""
+        """Return this engine's copy of the directory's goal, which may be older than the directory's own."""
         return self._goal
 
     def drain(self) -> None:
-        """Have the engine finish what runs and end."""
-        self._is_told = True
+        """Tell the engine to finish its requests and exit."""
+        self._drain_requested = True
         self._host.drain()
 
     def _on_sigterm(self, *_: object) -> None:
@@ -109,41 +112,41 @@ class EngineActor:
                     os._exit(1)
         code = self._host.report()["exit_code"]
         heard = self._reported_end.wait(UNHEARD_S)
-        if self._is_told or (heard and code in FINAL_CODES):
-            time.sleep(STAY_S)  # the directory takes this actor away
+        if self._drain_requested or (heard and code in FINAL_CODES):
+            time.sleep(STAY_S)  # the directory removes this actor meanwhile
         elif heard:
             time.sleep(LEAVE_S)
         os._exit(1)  # Ray starts it again
 
 
 class DirectoryActor:
-    """The ledger of one fleet as an actor: asks the engines, does what the ledger plans, answers commands."""
+    """The ledger of one fleet as an actor: polls the engines, carries out the ledger's plan, answers commands."""
 
     def __init__(self, name: str, goal: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-        """`goal`: of the fleet's start; a newer one that the engines keep wins."""
+        """`goal` is the goal at the fleet's start. A newer copy that an engine holds takes its place."""
         self._name = name
         self._keys = dict(keys)
         self._goal = goal_of(goal)
         self._ledger = Ledger()
         self._handles: dict[int, Any] = {}
-        self._asked: dict[int, tuple[Any, float]] = {}  # unanswered questions, and when each was asked
-        self._due: dict[int, float] = {}
-        self._copies: dict[int, int] = {}  # edition of the goal that each engine keeps
+        self._asked: dict[int, tuple[Any, float]] = {}  # pending report() calls, and when each was made
+        self._due: dict[int, float] = {}  # when each engine is to be asked next
+        self._copies: dict[int, int] = {}  # edition of the goal that each engine holds
         self._probe = PortProbe()
         self._leaving: set[str] = set()
         self._leaving_due_s = 0.0
         self._is_closing = False
         self._lock = threading.RLock()
         self._recover()
-        self._unheard = set(self._handles)  # of the engines that an earlier directory has left
+        self._unheard = set(self._handles)  # engines of an earlier directory that have not reported to this one
         self._recovered_s = time.monotonic()
         self._policy = self._new_policy()
         threading.Thread(target=self._run, name="inferengine-directory", daemon=True).start()
 
-    # -- what callers ask --------------------------------------------------------------------------------------------
+    # -- methods for callers -----------------------------------------------------------------------------------------
 
     def addresses(self) -> list[str] | None:
-        """Where front ends find engines now; None while a directory that was restarted has not heard from all."""
+        """Return the addresses of the engines that serve; None while a restarted directory still collects reports."""
         with self._lock:
             now = time.monotonic()
             if self._unheard and now < self._recovered_s + RECOVER_S:
@@ -151,11 +154,11 @@ class DirectoryActor:
             return self._ledger.addresses(now)
 
     def front_end_keys(self) -> dict[str, str]:
-        """The front ends' pair and the engines' public key."""
+        """Return the front ends' key pair and the engines' public key."""
         return {name: value for name, value in self._keys.items() if name != "engine_secret"}
 
     def status(self) -> dict[str, Any]:
-        """Everything about the fleet but its secrets, as plain values."""
+        """Return everything about the fleet except its secrets, as plain values."""
         with self._lock:
             now, goal = time.monotonic(), self._goal
             return {
@@ -187,7 +190,7 @@ class DirectoryActor:
             }
 
     def scale(self, least: int, most: int) -> None:
-        """Have between so many engines from now on."""
+        """Keep the number of engines between `least` and `most` from now on."""
         with self._lock:
             spec = dataclasses.replace(self._goal.spec, least=least, most=most)
             wanted = min(max(self._goal.wanted, least), most)
@@ -195,7 +198,7 @@ class DirectoryActor:
             self._policy = self._new_policy()
 
     def upgrade(self, spec: Mapping[str, Any]) -> int:
-        """Replace every engine by one of this spec, which keeps the fleet's bounds. Returns the revision."""
+        """Replace every engine by one of this spec. The fleet's bounds stay. Returns the new revision."""
         with self._lock:
             before = self._goal
             new = dataclasses.replace(FleetSpec(**spec), least=before.spec.least, most=before.spec.most)
@@ -204,7 +207,7 @@ class DirectoryActor:
             return self._goal.revision
 
     def drain(self, number: int) -> bool:
-        """Drain one engine; another one is started for it. Returns False where there is none of that number."""
+        """Drain one engine; a new one is started in its place. Returns False if no engine has that number."""
         with self._lock:
             if number not in self._handles:
                 return False
@@ -212,7 +215,7 @@ class DirectoryActor:
             return True
 
     def close(self, *, at_once: bool = False) -> None:
-        """Drain all engines, or take them away at once. The caller removes the directory when none is left."""
+        """Drain all engines, or remove them at once. The caller removes the directory when no engine is left."""
         with self._lock:
             self._is_closing = True
             self._pursue(dataclasses.replace(self._goal, wanted=0))
@@ -227,7 +230,7 @@ class DirectoryActor:
             try:
                 with self._lock:
                     self._turn(time.monotonic())
-            except Exception:  # Ray's own; the next turn tries again
+            except Exception:  # an error inside Ray; the next turn tries again
                 logger.exception("the directory's turn failed")
             time.sleep(TURN_S)
 
@@ -310,7 +313,7 @@ class DirectoryActor:
         goal, spec = self._goal, self._goal.spec
         name = self._actor_name(number, goal.revision)
         options: dict[str, Any] = {"num_cpus": spec.cpus, "num_gpus": spec.gpus, "scheduling_strategy": "SPREAD"}
-        if spec.tensor_parallel > 1:  # all its devices on one machine, given and taken together
+        if spec.tensor_parallel > 1:  # all devices of the engine on one machine, granted and released together
             bundle = {"CPU": spec.cpus, **({"GPU": spec.gpus} if spec.gpus else {})}
             group = placement_group([bundle], strategy="STRICT_PACK", name=name, lifetime="detached")
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, 0)
@@ -322,8 +325,12 @@ class DirectoryActor:
         self._ledger.add(number, goal.revision, time.monotonic())
 
     def _remove_group(self, number: int) -> None:
-        """Of an engine of an earlier revision too: that may have had one where those of now have none."""
-        with contextlib.suppress(ValueError):  # there is none of that name
+        """Remove an engine's placement group, if it has one.
+
+        The group is looked up by name and not by today's spec: an engine of an earlier revision may have a group
+        where the current spec needs none.
+        """
+        with contextlib.suppress(ValueError):  # no group has that name
             name = self._actor_name(number, self._ledger.engines[number].revision)
             remove_placement_group(get_placement_group(name))
 
@@ -342,7 +349,7 @@ class DirectoryActor:
         return f"{self._name}/engine-{number}.{revision}"
 
     def _recover(self) -> None:
-        """Find the engines that a directory before this one has left, and its goal."""
+        """Find the engines of an earlier run of this directory, and the newest goal that they hold."""
         now, prefix = time.monotonic(), f"{self._name}/engine-"
         for name in actor_names():
             if name.startswith(prefix):
@@ -361,28 +368,28 @@ class DirectoryActor:
 
 
 def goal_of(values: Mapping[str, Any]) -> Goal:
-    """A goal of the plain values that dataclasses.asdict made of it."""
+    """Build a Goal from the plain values that dataclasses.asdict made of one."""
     return Goal(**{**values, "spec": FleetSpec(**values["spec"])})
 
 
 def actor_names() -> list[str]:
-    """The names of the actors of all fleets that have not ended for good."""
+    """Return the names of the live actors of all fleets."""
     return [item["name"] for item in ray.util.list_named_actors(all_namespaces=True) if item["namespace"] == NAMESPACE]
 
 
 def leaving_nodes() -> set[str]:
-    """Ids of the machines that Ray drains: a preemption, a scale-down of its autoscaler, `ray drain-node`."""
+    """Return the ids of the nodes that Ray is draining: preempted, scaled down, or by `ray drain-node`."""
     try:
-        from ray._private.state import state  # there is no public way; Ray's own libraries take this one
+        from ray._private.state import state  # there is no public call; Ray's own libraries use this one
 
         return set(state.get_draining_nodes())
-    except Exception:  # another version of Ray: such an engine is then restarted elsewhere when its machine is gone
-        logger.debug("Ray does not say which nodes leave", exc_info=True)
+    except Exception:  # another version of Ray: engines of a drained node are then restarted only after it has gone
+        logger.debug("Ray does not report draining nodes", exc_info=True)
         return set()
 
 
 def why_it_died(error: BaseException) -> str:
-    """The last line of what Ray says about an actor's end."""
+    """Return the last line of Ray's message about an actor's death."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
@@ -397,8 +404,11 @@ def _cpus_of_this_node() -> float:
 
 
 def connect(address: str) -> None:
-    """Connect this process to a Ray cluster: HOST:PORT of its head where this machine is a node, ray://HOST:PORT from
-    elsewhere, `auto` for the cluster of this machine. Raises ConfigError with the remedy."""
+    """Connect this process to a Ray cluster. Raises ConfigError with the remedy.
+
+    `address`: HOST:PORT of the cluster's head if this machine is one of its nodes, ray://HOST:PORT from elsewhere, or
+    `auto` for the cluster that runs on this machine.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         try:
@@ -417,17 +427,17 @@ def connect(address: str) -> None:
 
 
 def disconnect() -> None:
-    """End the connection to the cluster."""
+    """Close the connection to the cluster."""
     ray.shutdown()
 
 
 def cluster_gpus() -> float:
-    """GPUs of the whole cluster, whether in use or not."""
+    """Return the number of GPUs of the whole cluster, in use or not."""
     return float(ray.cluster_resources().get("GPU", 0.0))
 
 
 class Directory:
-    """The directory actor of a fleet, for callers: its methods by name, with a time limit."""
+    """A caller's handle of a fleet's directory actor: calls its methods by name, with a time limit."""
 
     def __init__(self, fleet: str, handle: Any) -> None:
         self.fleet = fleet
@@ -435,7 +445,7 @@ class Directory:
 
     @classmethod
     def start(cls, fleet: str, goal: Goal, keys: FleetKeys) -> Directory:
-        """Start the directory of a new fleet. Raises ConfigError where there is one of that name."""
+        """Start the directory of a new fleet. Raises ConfigError if a fleet of that name exists."""
         actor = ray.remote(DirectoryActor).options(
             name=f"{fleet}/directory",
             namespace=NAMESPACE,
@@ -457,7 +467,7 @@ class Directory:
 
     @classmethod
     def find(cls, fleet: str) -> Directory:
-        """The directory of a fleet that runs. Raises ConfigError where there is none."""
+        """Return the directory of a running fleet. Raises ConfigError if there is none of that name."""
         try:
             return cls(fleet, ray.get_actor(f"{fleet}/directory", namespace=NAMESPACE))
         except ValueError:
@@ -466,7 +476,7 @@ class Directory:
             raise ConfigError("--fleet", f"no fleet {fleet} runs on this Ray: {which}") from None
 
     def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of DirectoryActor. Raises engine_unavailable where it does not answer."""
+        """Call a method of DirectoryActor. Raises engine_unavailable if it does not answer within ANSWER_S."""
         try:
             return ray.get(getattr(self._handle, method).remote(*arguments, **options), timeout=ANSWER_S)
         except ray.exceptions.GetTimeoutError:
@@ -477,5 +487,5 @@ class Directory:
             raise InferEngineError("engine_unavailable", text) from None
 
     def remove(self) -> None:
-        """Take the directory away. Its engines must be gone."""
+        """Remove the directory actor. Its engines must be gone."""
         ray.kill(self._handle, no_restart=True)

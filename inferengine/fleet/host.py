@@ -1,8 +1,8 @@
-"""Host of one engine process: starts `inferengine engine` with CURVE keys on a free port, and knows how it does.
+"""Host of one engine process: starts `inferengine engine` with CURVE keys on a free port, and reports its state.
 
-The process is started by a thread of the host's own that lives as long as the host's process: the kernel ends the
-engine when the thread that started it is gone (PR_SET_PDEATHSIG), so no way in which the host ends leaves an orphan.
-Keys and the unix socket lie in a folder of the engine's own that only its user may enter.
+A thread of the host starts the process, and lives as long as the host's process. The kernel kills the engine when the
+thread that started it is gone (PR_SET_PDEATHSIG), so the engine never outlives its host, however that ends.
+Keys and the unix socket lie in a folder of mode 0700 that belongs to this engine.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from inferengine.process.child import Child, ChildSpec
 from inferengine.process.supervisor import DRAIN_GRACE_S
 from inferengine.wire.curve import KeyPair, write_pair
 
-TURN_S = 0.2
-LOAD_S = 1.0  # between questions for the engine's load
+TURN_S = 0.2  # longest wait of the host's thread for output, before it looks at the process again
+LOAD_S = 1.0  # between requests for the engine's load
 LOAD_TIMEOUT_S = 5.0
-WINDOW_S = 30.0  # of the first tokens that a percentile is of
-SHARE = 0.95
-FIRST_PORT, LAST_PORT = 20_000, 32_000  # below the ports that systems give to clients
-PORTS = 3  # the engine's, that of its STATUS, that of its KV events
+WINDOW_S = 30.0  # the percentile is of first tokens in the last WINDOW_S
+SHARE = 0.95  # the percentile
+FIRST_PORT, LAST_PORT = 20_000, 32_000  # below the ephemeral ports that systems give to clients
+PORTS = 3  # requests, STATUS, KV events
 PORT_TRIES = 5
-KEPT_LINES = 12  # of the output, to say why an engine ended
+KEPT_LINES = 12  # last lines of output, kept to tell why an engine ended
 
 
 class EngineHost:
@@ -57,8 +57,16 @@ class EngineHost:
         drain_timeout_s: float,
         watchdog_s: float = 0.0,
     ) -> None:
-        """`host`: this machine's address, where front ends reach the engine. `settings`: INFERENGINE_* variables.
-        `watchdog_s`: an engine that gives no sign of life for so long is killed; 0: it is not watched."""
+        """Start the engine.
+
+        Args:
+            name: The engine's name, for logs and process lists.
+            host: This machine's address, at which front ends reach the engine.
+            settings: INFERENGINE_* variables.
+            keys: The CURVE keys of the fleet.
+            drain_timeout_s: Seconds that a drain may take; the engine is killed a little later.
+            watchdog_s: An engine without a sign of life for so many seconds is killed; 0: it is not watched.
+        """
         self._name = name
         self._host = f"[{host}]" if ":" in host else host
         self._settings = dict(settings)
@@ -68,20 +76,20 @@ class EngineHost:
         write_pair(self._folder / "engine.key", KeyPair(keys.engine_public.encode(), keys.engine_secret.encode()))
         (self._folder / "clients.toml").write_text(f'front = "{keys.front_public}"\n')
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._lock = threading.RLock()  # a signal's handler may come in between
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt the thread that holds it
         self._status = "starting"
         self._address = ""
         self._child: Child | None = None
         self._load = Load()
         self._exit_code: int | None = None
         self._lifetime_s = 0.0
-        self._told = 0  # SIGTERMs still to send
+        self._num_sigterms = 0  # SIGTERMs still to send
         self._kill_at: float | None = None
         self.ended = threading.Event()
         threading.Thread(target=self._run, name="inferengine-host", daemon=True).start()
 
     def report(self) -> dict[str, Any]:
-        """State, address and load, as plain values. `exit_code` is None while the process runs."""
+        """Return state, address and load as plain values. `exit_code` is None while the process runs."""
         with self._lock:
             child = self._child
             is_ready = child is not None and child.ready and self._exit_code is None
@@ -96,9 +104,9 @@ class EngineHost:
             }
 
     def drain(self) -> None:
-        """Have the engine refuse new requests, finish what runs and end; the second time, end at once."""
+        """Tell the engine to refuse new requests, finish what runs and exit. A second call ends it at once."""
         with self._lock:
-            self._told += 1
+            self._num_sigterms += 1
 
     def kill(self) -> None:
         """End the engine at once, as SIGKILL does."""
@@ -124,7 +132,10 @@ class EngineHost:
         self.ended.set()
 
     def _run_once(self, port: int) -> tuple[int, float]:
-        """Run the engine until it ends. Returns its exit code, 128 + number for a signal, and its seconds."""
+        """Run the engine until it ends.
+
+        Returns its exit code (128 + the signal's number after a signal) and its lifetime in seconds.
+        """
         address = f"tcp://{self._host}:{port}"
         child = Child(self._spec(address), self._folder, time.monotonic())
         with self._lock:
@@ -158,7 +169,7 @@ class EngineHost:
             "INFERENGINE_WIRE_CURVE_SECRET_FILE": str(self._folder / "engine.key"),
             "INFERENGINE_WIRE_CURVE_CLIENTS_FILE": str(self._folder / "clients.toml"),
         }
-        # The name says in a list of processes which it is.
+        # The name is passed as an argument so that a process list shows which engine it is.
         command = [sys.executable, "-m", "inferengine.cli", "engine", "--engine.name", self._name]
         return ChildSpec("engine", command, environment, watchdog_s=self._watchdog_s, dies_by=signal.SIGKILL)
 
@@ -178,8 +189,8 @@ class EngineHost:
     def _send_signals(self, child: Child) -> None:
         now = time.monotonic()
         with self._lock:
-            told, self._told = self._told, 0
-        for _ in range(told):
+            num_sigterms, self._num_sigterms = self._num_sigterms, 0
+        for _ in range(num_sigterms):
             child.kill(signal.SIGTERM)
             self._kill_at = self._kill_at or now + self._drain_timeout_s + DRAIN_GRACE_S
         frozen_at = child.watchdog_expires_at()
@@ -189,7 +200,7 @@ class EngineHost:
     # -- the thread that asks for the load ---------------------------------------------------------------------------
 
     def _read_loads(self, child: Child) -> None:
-        """Ask the engine over its unix socket, until it ends."""
+        """Read the engine's load over its unix socket every LOAD_S, until it ends."""
         first_tokens = RecentFirstTokens(WINDOW_S)
         client = Client(f"ipc://{self._folder}/engine.sock", status_address="", role="fleet")
         try:
@@ -212,14 +223,22 @@ class EngineHost:
 
 
 class RecentFirstTokens:
-    """The 95th percentile of the first tokens of the last seconds, from a histogram that counts since the start."""
+    """The 95th percentile of recent times to the first token, from a histogram that counts since the engine's start."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._seen: deque[tuple[float, list[int]]] = deque()
 
     def add(self, now: float, bounds: Sequence[float], counts: Sequence[int]) -> float:
-        """Take in the counts of each bucket as of `now`. Returns seconds, the upper bound of a bucket; 0: none came."""
+        """Add a reading of the histogram and return the percentile over the window.
+
+        Args:
+            now: Time of the reading, in seconds.
+            bounds: Upper bound of each bucket, in seconds.
+            counts: Count of each bucket, and of the values above the last bound.
+
+        Returns the upper bound in seconds of the bucket that holds the percentile; 0 if no first token came.
+        """
         self._seen.append((now, list(counts)))
         while len(self._seen) > 2 and now - self._seen[1][0] >= self._window_s:
             self._seen.popleft()
@@ -258,8 +277,10 @@ def _only_wait(wait_s: float) -> bool:
 
 
 def free_ports(host: str) -> int:
-    """The first of PORTS neighbouring ports that nobody has now. Another program may still take one: the engine then
-    ends with ExitCode.ADDRESS. Raises OSError where there are none."""
+    """Return the first of PORTS neighbouring ports that are free now. Raises OSError if there are none.
+
+    Another program may still take one before the engine does; the engine then ends with ExitCode.ADDRESS.
+    """
     generator = random.SystemRandom()
     for _ in range(100):
         first = generator.randrange(FIRST_PORT, LAST_PORT)
@@ -273,6 +294,6 @@ def free_ports(host: str) -> int:
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """Why an engine ended, of its last lines: the last that says so, else the last."""
+    """Return the line that tells why an engine ended: the last that reads like an error, else the last of all."""
     telling = [line for line in lines if any(word in line.lower() for word in ("error", "cannot", "must", "fit"))]
     return (telling or list(lines) or ["it wrote nothing"])[-1]

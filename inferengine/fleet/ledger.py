@@ -1,12 +1,12 @@
-"""The ledger of a fleet: its engines as last heard of, and what is to be done next.
+"""The ledger of a fleet: the last reported state of its engines, and the actions that follow from it.
 
-It knows nothing of Ray: the directory tells it what it has heard and does what `plan` says. The number of engines, a
-change of their settings (a rolling upgrade), machines that are about to go and engines that ended for good all come
-down to one rule: start what is missing, and drain what is too much, the outdated first.
+It knows nothing of Ray. The directory passes it the engines' reports, and carries out what `plan` returns. One rule
+covers a changed number of engines, changed settings (a rolling upgrade), machines that are about to leave, and engines
+that failed for good: start the missing engines and drain the surplus, outdated engines first.
 
-Ray restarts an engine that is gone, on another machine where its own is lost. The ledger gives one up only when it
-ended again and again, or with an exit code that another try would repeat. One that is given up before any of its
-revision was READY stops an upgrade: the engines of before go on.
+Ray restarts an engine that has died, on another machine if its own is lost. The ledger gives an engine up only when it
+died repeatedly, or with an exit code that a restart would repeat. An engine that is given up before any of its
+revision was READY stops the upgrade: the engines of the previous revision keep serving.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 from inferengine.fleet.scaling import Load
 from inferengine.process.supervisor import LOST_RETRY_S, RestartPolicy, describe_exit
 
-SILENT_S = 2.0  # an engine whose host says nothing for so long is not named to front ends
-LONGEST_REASON = 500
+SILENT_S = 2.0  # an engine whose host has not reported for so long is not listed for front ends
+LONGEST_REASON = 500  # characters
 
 
 class EngineState(Enum):
-    """Where an engine of the fleet is in its life."""
+    """Stage in the life of an engine."""
 
-    STARTING = "starting"  # waits for room, loads, or is restarted by Ray
+    STARTING = "starting"  # waiting for resources, loading, or being restarted by Ray
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"  # given up; `reason` says why
@@ -34,7 +34,7 @@ class EngineState(Enum):
 
 @dataclass
 class FleetEngine:
-    """One engine: an actor that outlives its runs. `address` is that of the current run, empty before READY."""
+    """One engine: an actor and its runs, one after the other. `address` belongs to this run; empty before READY."""
 
     number: int
     revision: int
@@ -47,7 +47,7 @@ class FleetEngine:
     reason: str = ""
     restarts: int = 0
     load: Load = field(default_factory=Load)
-    heard_s: float | None = None  # of this run; None: nothing yet
+    heard_s: float | None = None  # time of the last report of this run; None: none yet
     changed_s: float = 0.0
     has_served: bool = False
     has_actor: bool = True
@@ -55,19 +55,19 @@ class FleetEngine:
 
 
 class Start(NamedTuple):
-    """Have Ray start an engine of this number."""
+    """Start an engine of this number with Ray."""
 
     number: int
 
 
 class Drain(NamedTuple):
-    """Have an engine finish what runs and end."""
+    """Tell an engine to finish what runs and exit."""
 
     number: int
 
 
 class Remove(NamedTuple):
-    """Take an engine's actor and its placement group away."""
+    """Remove an engine's actor and its placement group."""
 
     number: int
 
@@ -83,16 +83,16 @@ class Ledger:
         self._served_revisions: set[int] = set()
         self._next = 0
 
-    # -- what is heard -----------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def add(self, number: int, revision: int, now: float) -> FleetEngine:
-        """Note an engine that was started, now or before this directory was."""
+        """Record an engine that was started, by this directory or by an earlier run of it."""
         engine = self.engines[number] = FleetEngine(number, revision, now, changed_s=now)
         self._next = max(self._next, number + 1)
         return engine
 
     def reported(self, number: int, report: Mapping[str, Any], now: float) -> None:
-        """Take in what an engine's host says."""
+        """Record a report of an engine's host."""
         engine = self.engines[number]
         if engine.state is EngineState.FAILED:
             return
@@ -112,7 +112,7 @@ class Ledger:
             self._served_revisions.add(engine.revision)
 
     def _ended(self, engine: FleetEngine, code: int, lifetime_s: float, status: str, now: float) -> None:
-        """Its process has ended, and its host is about to: Ray starts it again unless that is of no use."""
+        """Record that the process ended. Its host ends too, and Ray restarts both unless a restart is of no use."""
         engine.address = ""
         if engine.state is EngineState.DRAINING:
             engine.reason = "drained" if code == 0 else describe_exit(code)
@@ -126,7 +126,7 @@ class Ledger:
             self._enter(engine, EngineState.STARTING, now)
 
     def unavailable(self, number: int, now: float) -> None:
-        """Ray cannot reach an engine's actor: it is gone, and is being restarted."""
+        """Record that Ray cannot reach an engine's actor: it has died and is being restarted."""
         engine = self.engines[number]
         if engine.heard_s is not None:
             engine.restarts += 1
@@ -137,7 +137,7 @@ class Ledger:
             self._enter(engine, EngineState.STARTING, now)
 
     def gone(self, number: int, reason: str, now: float) -> None:
-        """An actor has ended for good. One that never served would do so again: it counts as failed."""
+        """Record that an actor ended for good. An engine that never served counts as failed: another would end too."""
         engine = self.engines[number]
         if engine.state is EngineState.DRAINING or engine.has_served:
             del self.engines[number]
@@ -149,11 +149,11 @@ class Ledger:
             self._enter(engine, EngineState.FAILED, now)
 
     def draining(self, number: int, now: float) -> None:
-        """An engine was told to drain. It is not named from now on."""
+        """Record that an engine was told to drain. From now on it is not listed for front ends."""
         self._enter(self.engines[number], EngineState.DRAINING, now)
 
     def removed(self, number: int) -> None:
-        """An engine's actor was taken away. Of one that failed the reason is kept until it is removed once more."""
+        """Record that an engine's actor was removed. A failed engine stays, for its reason, until a second removal."""
         engine = self.engines[number]
         if engine.state is EngineState.FAILED and engine.has_actor:
             engine.has_actor = False
@@ -165,10 +165,10 @@ class Ledger:
         if engine.state is not state:
             engine.state, engine.changed_s = state, now
 
-    # -- what follows ------------------------------------------------------------------------------------------------
+    # -- conclusions -------------------------------------------------------------------------------------------------
 
     def addresses(self, now: float) -> list[str]:
-        """Those that front ends may send new requests to."""
+        """Return the addresses to which front ends may send new requests."""
         return [
             engine.address
             for engine in self.engines.values()
@@ -176,69 +176,84 @@ class Ledger:
         ]
 
     def loads(self) -> list[Load]:
-        """Of the engines that are READY."""
+        """Return the loads of the engines that are READY."""
         return [engine.load for engine in self.engines.values() if engine.state is EngineState.READY]
 
     def is_settled(self, wanted: int, revision: int) -> bool:
-        """Whether there is nothing but the wanted number of READY engines of this revision."""
+        """Return whether the fleet is exactly the wanted number of READY engines of this revision."""
         engines = self.engines.values()
         is_right = [engine.state is EngineState.READY and engine.revision == revision for engine in engines]
         return all(is_right) and len(is_right) == wanted
 
     def failure(self, revision: int) -> str:
-        """Why a revision of which none has served does not start; empty: nothing is known against it."""
+        """Return why a revision does not start; empty if one of its engines has served, or none has failed."""
         failed = [e.reason for e in self.engines.values() if e.state is EngineState.FAILED and e.revision == revision]
         return failed[0] if failed and revision not in self._served_revisions else ""
 
     def plan(
         self, now: float, wanted: int, revision: int, *, surge: int = 1, leaving: Collection[str] = ()
     ) -> list[Action]:
-        """What to do next. `surge`: engines above `wanted` while others are replaced; with 0 one may be missing
-        instead. `leaving`: machines that are about to go. Does not change the ledger."""
-        actions: list[Action] = [Remove(number) for number, engine in self.engines.items() if self._is_done(engine)]
-        failed = [e for e in self.engines.values() if e.state is EngineState.FAILED]
-        held = 0  # places that a failure keeps empty
-        for engine in failed:
-            if engine.has_actor:
-                actions.append(Remove(engine.number))
-                held += engine.revision == revision
-            elif engine.revision == revision and revision not in self._served_revisions:
-                held += 1
-            elif engine.revision != revision or now - engine.changed_s >= LOST_RETRY_S:
-                actions.append(Remove(engine.number))
-            else:
-                held += 1
+        """Return the actions to take now. Does not change the ledger.
+
+        Args:
+            now: The time, in seconds.
+            wanted: How many engines there should be.
+            revision: The revision that they should have.
+            surge: Engines above `wanted` while others are replaced; with 0 one may be missing instead.
+            leaving: Nodes that are about to go; their engines count as outdated.
+        """
+        drained = [Remove(number) for number, engine in self.engines.items() if self._has_drained(engine)]
+        failed, num_blocked = self._after_failures(now, revision)
         live = [e for e in self.engines.values() if e.state in (EngineState.STARTING, EngineState.READY)]
         current = [e for e in live if e.revision == revision and e.node not in leaving]
         outdated = [e for e in live if e not in current]
-        missing = min(wanted - len(current) - held, wanted + surge - len(live) - held)
-        is_stopped = bool(self.failure(revision)) and bool(outdated)  # an upgrade that does not work
-        if not is_stopped:
-            actions += [Start(self._next + place) for place in range(max(0, missing))]
-        actions += self._too_many(current, outdated, wanted, surge, is_stopped=is_stopped)
-        return actions
+        is_stopped = bool(self.failure(revision)) and bool(outdated)  # an upgrade whose revision does not start
+        num_missing = min(wanted - len(current), wanted + surge - len(live)) - num_blocked
+        if is_stopped:
+            num_missing = 0
+        starts = [Start(self._next + place) for place in range(max(0, num_missing))]
+        return [*drained, *failed, *starts, *self._reduce(current, outdated, wanted, surge, is_stopped=is_stopped)]
 
     @staticmethod
-    def _is_done(engine: FleetEngine) -> bool:
+    def _has_drained(engine: FleetEngine) -> bool:
         return engine.state is EngineState.DRAINING and bool(engine.reason)
 
+    def _after_failures(self, now: float, revision: int) -> tuple[list[Action], int]:
+        """Return the removals of failed engines, and how many engines of `revision` must not be started because of one.
+
+        A failure of the current revision blocks one start: for LOST_RETRY_S if the revision has served, else until
+        another revision is wanted. The actor of a failed engine is removed at once, its entry when it blocks no longer.
+        """
+        removals: list[Action] = []
+        num_blocked = 0
+        for engine in self.engines.values():
+            if engine.state is not EngineState.FAILED:
+                continue
+            is_current = engine.revision == revision
+            may_retry = revision in self._served_revisions and now - engine.changed_s >= LOST_RETRY_S
+            blocks = is_current and (engine.has_actor or not may_retry)
+            num_blocked += blocks
+            if engine.has_actor or not blocks:
+                removals.append(Remove(engine.number))
+        return removals, num_blocked
+
     @staticmethod
-    def _too_many(
+    def _reduce(
         current: list[FleetEngine], outdated: list[FleetEngine], wanted: int, surge: int, *, is_stopped: bool
     ) -> list[Action]:
-        """Take away what does not serve yet, then drain what is more than is wanted: the outdated first, oldest
-        first, then the newest."""
-        actions: list[Action] = []
-        idle = [e for e in outdated if e.state is EngineState.STARTING and not is_stopped]
+        """Return the actions that reduce the fleet to `wanted` engines.
+
+        Engines that do not serve yet are removed: the outdated, and the newest of too many. Of those that serve the
+        surplus is drained: outdated engines first, from the oldest, then current ones from the newest.
+        """
+        unready = [e for e in outdated if e.state is EngineState.STARTING and not is_stopped]
         starting = [e for e in current if e.state is EngineState.STARTING]
-        surplus = len(current) - wanted
-        idle += sorted(starting, key=lambda e: -e.number)[: max(0, surplus)]
-        actions += [Remove(engine.number) for engine in idle]
+        unready += sorted(starting, key=lambda e: -e.number)[: max(0, len(current) - wanted)]
         ready_current = [e for e in current if e.state is EngineState.READY]
         ready_outdated = [e for e in outdated if e.state is EngineState.READY]
-        ready = len(ready_current) + len(ready_outdated)
-        enough = wanted if surge else wanted - bool(ready_outdated)
+        to_keep = wanted if surge else wanted - bool(ready_outdated)
         if is_stopped:
-            enough = max(enough, len(ready_outdated))
+            to_keep = max(to_keep, len(ready_outdated))
         order = [*sorted(ready_outdated, key=lambda e: e.number), *sorted(ready_current, key=lambda e: -e.number)]
-        return actions + [Drain(engine.number) for engine in order[: max(0, ready - enough)]]
+        surplus = order[: max(0, len(order) - to_keep)]
+        return [*(Remove(engine.number) for engine in unready), *(Drain(engine.number) for engine in surplus)]

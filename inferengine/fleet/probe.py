@@ -1,6 +1,7 @@
-"""Asks engines' ports whether anybody is there: quicker than waiting for whoever should say that an engine is gone.
+"""Probes engines' ports, which detects a dead engine sooner than waiting for Ray's report.
 
-A refused connection means that nobody listens there any more. No answer means nothing: the machine may be slow.
+A refused connection means that no process listens on the port any more. A missing answer means nothing: the machine
+may be slow.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ import socket
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-CONNECT_S = 0.25
-AT_ONCE = 16
+CONNECT_S = 0.25  # time limit of one connection
+AT_ONCE = 16  # concurrent connections
 
 
 class PortProbe:
-    """Finds addresses at which connections are refused, without waiting for any."""
+    """Finds addresses that refuse connections, without waiting for a connection."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="inferengine-probe")
         self._asked: dict[str, Future[bool]] = {}
 
     def refused(self, addresses: Iterable[str]) -> set[str]:
-        """Ask these addresses, unless an answer is still awaited; return those of them that were refused meanwhile.
-        Addresses that are left out are forgotten."""
+        """Start a probe of each address, and return those that refused an earlier one.
+
+        An address whose probe is still pending is not probed again. Addresses that are not passed are forgotten.
+        """
         wanted = set(addresses)
         found = set()
         for address in wanted:
@@ -39,7 +42,7 @@ class PortProbe:
 
 
 def is_refused(address: str) -> bool:
-    """Whether a connection to tcp://HOST:PORT is refused."""
+    """Return whether a connection to tcp://HOST:PORT is refused."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()

@@ -1,8 +1,8 @@
-"""How many engines a fleet needs: by the requests that wait for each, and by the time to the first token.
+"""How many engines a fleet needs, by waiting requests per engine and by the time to the first token.
 
-A number above its target for RAISE_AFTER_S raises the fleet in proportion, as Kubernetes' horizontal pod autoscaler
-does, at most to double. It takes LOWER_AFTER_S in which one engine fewer would have done to lower it by one. Engines
-that are starting count: nothing is added before they have had their effect.
+When one of the two is above its target for RAISE_AFTER_S, the number of engines rises in proportion, as with
+Kubernetes' horizontal pod autoscaler, and at most doubles. It falls by one after LOWER_AFTER_S in which one engine
+fewer would have been enough. While engines are starting nothing is added, so that their effect is seen first.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import NamedTuple
 
 RAISE_AFTER_S = 10.0
 LOWER_AFTER_S = 300.0
-TOLERANCE = 0.1  # above a target that is still no reason to change
-ROOM = 0.5  # of the KV caches and of each target, below which one engine fewer would do
+TOLERANCE = 0.1  # share by which a target may be exceeded without adding engines
+ROOM = 0.5  # one engine fewer is enough if it would use less than this share of the KV caches and of each target
 
 
 class Load(NamedTuple):
-    """What one engine reports. `first_token_s` is the 95th percentile of the last half minute; 0: none was measured."""
+    """Load of one engine.
+
+    `kv_usage` is a share, 0 to 1. `first_token_s` is the 95th percentile of the last half minute; 0: none was measured.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -27,10 +30,11 @@ class Load(NamedTuple):
 
 
 class ScalingPolicy:
-    """Decides for one fleet."""
+    """Decides the number of engines of one fleet."""
 
     def __init__(self, least: int, most: int, queue: float, first_token_ms: float) -> None:
-        """`queue`: most waiting requests for each engine. `first_token_ms` 0: no target."""
+        """`least`, `most`: bounds of the number of engines. `queue`: target of waiting requests for each engine.
+        `first_token_ms`: target of the time to the first token; 0: none."""
         self._least, self._most = least, most
         self._queue = queue
         self._first_token_s = first_token_ms / 1e3
@@ -38,8 +42,7 @@ class ScalingPolicy:
         self._low_since: float | None = None
 
     def wanted(self, now: float, loads: Sequence[Load], wanted: int) -> int:
-        """How many engines there should be. `loads`: of the engines that are READY; `wanted`: how many there should be
-        as of the last call."""
+        """Return how many engines there should be. `loads`: of the READY engines. `wanted`: the last answer."""
         bounded = min(max(wanted, self._least), self._most)
         if bounded != wanted or len(loads) < wanted or not loads or self._least == self._most:
             self._high_since = self._low_since = None
@@ -63,7 +66,7 @@ class ScalingPolicy:
         return wanted - 1
 
     def _pressure(self, loads: Sequence[Load], engines: int) -> float:
-        """The larger of queue and first token, each over its target."""
+        """Return the larger of two ratios: waiting requests to their target, time to the first token to its target."""
         waiting = sum(load.waiting for load in loads) / engines / self._queue
         if not self._first_token_s:
             return waiting

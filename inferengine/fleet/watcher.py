@@ -1,9 +1,9 @@
-"""Keeps what front ends need of a fleet in a folder: addresses, their CURVE pair, and a configuration that names both.
+"""Writes the files that a fleet's front ends need: engine addresses, a CURVE key pair, and a configuration naming both.
 
-The watcher alone is a process of Ray. A front end reads the file `engines` (a `file:` entry of wire.engines) and
-knows nothing of Ray, whose library ends a process with its raylet, takes 100 MB and many threads, and unpickles what
-it receives. While the directory or all of Ray is away the file stays as it is, and front ends go on with the engines
-that they know; only those whose ports refuse connections are left out until the directory answers.
+Only the watcher connects to Ray. A front end reads the file `engines` (a `file:` entry of wire.engines) and needs no
+Ray: Ray's library ends its process when the raylet goes, takes 100 MB and many threads, and unpickles what it receives.
+While the directory or the whole of Ray is away the file stays as it is, and front ends keep using the engines in it.
+Only engines whose ports refuse connections are removed from it until the directory answers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from inferengine.errors import ConfigError, InferEngineError
 from inferengine.fleet.probe import PortProbe
 from inferengine.wire.curve import KeyPair, write_pair
 
-WATCH_S = 0.25  # between questions to the directory; front ends read the file as often
-SILENT_S = 0.75  # without an answer of the directory the engines' ports are asked
-GUARD_S = 0.1  # between looks whether it is silent, and at ports
+WATCH_S = 0.25  # between requests to the directory; front ends read the file as often
+SILENT_S = 0.75  # without an answer of the directory after which the engines' ports are probed
+GUARD_S = 0.1  # between checks whether the directory is silent, and between probes of ports
 MOST_PROBES = 500  # of ports in a second
-RETRY_S = 2.0
-LOST_S = 60.0
+RETRY_S = 2.0  # between requests while the directory does not answer
+LOST_S = 60.0  # without an answer of the directory after which `run` returns
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +41,13 @@ class FrontEndFiles(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> FrontEndFiles:
-        """Their paths, absolute."""
+        """Return the absolute paths of the files in `folder`."""
         folder = folder.absolute()
         return cls(folder / "engines", folder / "front.key", folder / "front.toml")
 
 
 def write_front_end_files(folder: Path, pair: KeyPair, engine_public: str) -> FrontEndFiles:
-    """Make the folder with key and configuration. Raises ConfigError where that cannot be."""
+    """Create the folder, the key file and the configuration. Raises ConfigError if that is not possible."""
     files = FrontEndFiles.of(folder)
     try:
         folder.mkdir(mode=0o750, parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def write_front_end_files(folder: Path, pair: KeyPair, engine_public: str) -> Fr
 
 
 def front_end_values(files: FrontEndFiles, engine_public: str) -> dict[str, str | float]:
-    """The keys of the section wire that let a front end find the engines of a fleet."""
+    """Return the values of the section `wire` with which a front end finds the engines of a fleet."""
     return {
         "engines": f"file:{files.engines}",
         "discovery_s": WATCH_S,
@@ -78,11 +78,11 @@ def front_end_values(files: FrontEndFiles, engine_public: str) -> dict[str, str 
 
 
 class EngineWatcher:
-    """Writes the addresses whenever they change."""
+    """Writes the engines' addresses to a file whenever they change."""
 
     def __init__(self, file: Path, read: Callable[[], Sequence[str] | None]) -> None:
-        """`read` asks the directory, which answers None while it has to find the engines again; it raises
-        InferEngineError where that does not answer."""
+        """`read` returns the directory's addresses, or None while a restarted directory does not know them yet.
+        It raises InferEngineError if the directory does not answer."""
         self._file = file
         self._read = read
         self._written: list[str] | None = None
@@ -93,11 +93,11 @@ class EngineWatcher:
 
     @property
     def num_engines(self) -> int:
-        """Engines in the file."""
+        """Return the number of engines in the file."""
         return len(self._written or ())
 
     def turn(self) -> bool:
-        """Ask once. Returns whether the directory answered."""
+        """Ask the directory once and write what changed. Returns whether it answered."""
         try:
             found = self._read()
         except InferEngineError as error:
@@ -115,8 +115,7 @@ class EngineWatcher:
         return True
 
     def leave_out_refused(self) -> None:
-        """Where the directory is silent: leave out the engines whose ports refuse connections. To be called again and
-        again."""
+        """While the directory is silent, remove engines whose ports refuse connections. To be called repeatedly."""
         with self._lock:
             is_silent = time.monotonic() - self._heard_s > SILENT_S
             refused = self._probe.refused(self._written or () if is_silent else ())
@@ -129,7 +128,10 @@ class EngineWatcher:
         logger.info("%d engines: %s", len(found), ", ".join(found))
 
     def run(self, over: Callable[[], bool] = lambda: False) -> None:
-        """Ask until it is `over`, or the directory has not answered for LOST_S: the cluster may be another one."""
+        """Ask until `over` returns True, or until the directory has not answered for LOST_S.
+
+        The caller then connects again: a restarted cluster is another cluster.
+        """
         self._heard_s = heard_s = time.monotonic()
         has_ended = threading.Event()
         threading.Thread(target=self._guard, args=(has_ended,), name="inferengine-guard", daemon=True).start()
@@ -145,13 +147,13 @@ class EngineWatcher:
             has_ended.set()
 
     def _guard(self, has_ended: threading.Event) -> None:
-        """While a question to the directory may take long."""
+        """Probe the engines' ports in a thread of its own, because a request to the directory may take long."""
         while not has_ended.wait(max(GUARD_S, self.num_engines / MOST_PROBES)):
             self.leave_out_refused()
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees it before or after, never in between."""
+    """Write a file atomically: a reader sees the old text or the new text."""
     whole = path.with_name(f".{path.name}.new")
     descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640)
     with os.fdopen(descriptor, "w") as file:

@@ -1,8 +1,8 @@
-"""What travels to an upstream and back: OpenAI's /v1/completions with vLLM's fields, streamed.
+"""Requests to an upstream and its events: OpenAI's /v1/completions with vLLM's additional fields, streamed.
 
-A request goes as token ids and comes back as token ids where the upstream can (vLLM, this engine, others with
-`return_token_ids`), so that front ends, stop strings and tool parsers work as with a model in this process. An upstream
-that answers with text alone is read through the tokenizer: only the ids differ then, the text is the same.
+Prompt and output are token ids where the upstream supports that (vLLM, this engine, others with `return_token_ids`), so
+that front ends, stop strings and tool parsers work as with a model in this process. The output of an upstream that
+returns text only is encoded with the tokenizer: the text is the same, the ids may differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec
 from inferengine.text.tokenizer import BYTE_CHARACTERS, Tokenizer
 
-# Sampling fields beyond OpenAI's that go to an upstream as they are.
+# Sampling fields beyond OpenAI's that are passed to an upstream unchanged.
 EXTENSIONS = (
     "min_tokens",
     "top_k",
@@ -32,10 +32,10 @@ EXTENSIONS = (
     "allowed_token_ids",
 )
 STANDARD = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-# Always sent, at their defaults too: a server that finds none takes those of the model's generation_config.json.
+# Always sent, even at their defaults: servers fill a missing field from the model's generation_config.json.
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-TOP_K_OFF = -1  # which SGLang insists on; vLLM, llama.cpp and this project take 0 as well
-REFUSED = ("prompt_logprobs", "bad_words_ids")  # for which there is no field that takes token ids
+TOP_K_OFF = -1  # SGLang accepts no other value; vLLM, llama.cpp and this project accept 0 too
+REFUSED = ("prompt_logprobs", "bad_words_ids")  # /v1/completions has no field for them that takes token ids
 OPENAI_GRAMMARS = ("json_schema", "json_object")
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 ID_PREFIX = "token_id:"
@@ -47,7 +47,7 @@ CODES_BY_STATUS = {
     503: "engine_unavailable",
     504: "engine_unavailable",
 }
-LONGEST_WAIT_S = 3600.0  # that an upstream's Retry-After may ask for
+LONGEST_WAIT_S = 3600.0  # an upstream's Retry-After counts up to this
 
 
 class PromptDetails(msgspec.Struct):
@@ -91,7 +91,10 @@ read_event = msgspec.json.Decoder(CompletionEvent).decode
 
 
 class Abilities(msgspec.Struct, frozen=True):
-    """What an upstream was found to do. `fields`: which of EXTENSIONS it honours."""
+    """The abilities of an upstream, as probed.
+
+    `takes_ids`: prompts as token ids. `gives_ids`: output with token ids. `fields`: which of EXTENSIONS it honours.
+    """
 
     takes_ids: bool = True
     gives_ids: bool = True
@@ -116,7 +119,7 @@ def check_params(params: SamplingParams, grammar: GrammarSpec | None, abilities:
 
 
 def completion_body(request: Request, model: str, abilities: Abilities, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The JSON of a request. Output of an engine before this one is a part of the prompt."""
+    """Return the JSON body of a request. Output that an earlier engine produced is appended to the prompt."""
     params, emitted = request.params, len(request.emitted_ids)
     prompt_ids = [*request.prompt_ids, *request.emitted_ids]
     changed = params.to_map()
@@ -149,7 +152,7 @@ def completion_body(request: Request, model: str, abilities: Abilities, tokenize
 
 
 def prompt_text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """A prompt as text, without the token that the upstream's own tokenizer puts first."""
+    """Return a prompt as text, without the leading special token, which the upstream's tokenizer adds itself."""
     first = tokenizer.encode("")
     if first and token_ids[: len(first)] == first:
         token_ids = token_ids[len(first) :]
@@ -157,8 +160,10 @@ def prompt_text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
 
 
 def grammar_fields(grammar: GrammarSpec, *, extended: bool) -> dict[str, Any]:
-    """The fields that ask for a grammar: vLLM's `structured_outputs`, else OpenAI's `response_format`. `any` and
-    `compact` whitespace are this engine's own words and are left to the upstream."""
+    """Return the fields that request a grammar: vLLM's `structured_outputs` if `extended`, else `response_format`.
+
+    The whitespace modes `any` and `compact` exist in this engine only; the upstream then uses its default.
+    """
     source: Any = grammar.source
     if grammar.kind in ("json_schema", "choice", "structural_tag"):
         source = json.loads(source)
@@ -176,7 +181,7 @@ def grammar_fields(grammar: GrammarSpec, *, extended: bool) -> dict[str, Any]:
 
 
 class EventReader:
-    """Cuts a body of Server-Sent Events into the JSON of each. Comments and other fields are skipped."""
+    """Splits a body of Server-Sent Events and decodes the JSON of each. Comments and other fields are skipped."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -184,7 +189,7 @@ class EventReader:
         self.has_reason = False  # a finish reason has come: no output follows, [DONE] or not
 
     def push(self, data: bytes) -> Iterator[CompletionEvent]:
-        """Yield the events that `data` completes. Raises InferEngineError for what is none."""
+        """Yield the events that `data` completes. Raises InferEngineError for data that is no completion event."""
         *lines, self._pending = (self._pending + data).split(b"\n")
         if len(self._pending) > MAX_EVENT_BYTES:
             raise InferEngineError("engine_error", "The upstream sent an event that is too large.")
@@ -205,8 +210,10 @@ class EventReader:
 
 
 def read_logprobs(found: Logprobs | None, token_ids: SequenceOf[int], num_top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of these tokens. An upstream tells no ranks: that of a token is its place among the
-    alternatives told. Raises InferEngineError where a token lacks them."""
+    """Return the log-probabilities of these tokens. Raises InferEngineError if a token has none.
+
+    An upstream reports no ranks, so the rank of a token is its place among the alternatives that were reported.
+    """
     if found is None or len(found.token_logprobs) < len(token_ids):
         raise InferEngineError("engine_error", "The upstream left out log-probabilities that were asked for.")
     rows: list[TokenLogprobs] = []
@@ -235,7 +242,7 @@ def _token_id(token: str) -> int:
 
 
 def ids_of_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids whose text is exactly `text`, with a byte-level vocabulary: none of them special."""
+    """Return ids of non-special tokens whose text is exactly `text`. Needs a byte-level vocabulary."""
     content = text.encode("utf-8", "replace")
     ids = tokenizer.encode(text, add_special_tokens=False)
     if not any(map(tokenizer.is_special, ids)) and b"".join(map(tokenizer.token_bytes, ids)) == content:
@@ -251,8 +258,7 @@ def _byte_id(tokenizer: Tokenizer, byte: int) -> int:
 
 
 def status_of_event(error: Any) -> int:
-    """The HTTP status of an error within a stream, as vLLM and this project tell it by `code`; 500 where none is
-    told."""
+    """Return the HTTP status of an error event: from its `code`, as vLLM and this project send it; 500 without one."""
     code = error.get("code") if isinstance(error, Mapping) else None
     if isinstance(code, str) and code in KINDS:
         return KINDS[code].http_status
@@ -260,8 +266,11 @@ def status_of_event(error: Any) -> int:
 
 
 def error_of_status(status: int, body: bytes, retry_after: str | None = None) -> InferEngineError:
-    """The error of an upstream's refusal, with the wait that its header Retry-After asks for. What is wrong with the
-    request is told in the upstream's words; what is wrong with the upstream is for the log."""
+    """Return the error for an upstream's refusal, with the wait of its header Retry-After.
+
+    An error in the request keeps the upstream's message. An error of the upstream itself gets a general message,
+    because its details are for the log and not for the caller.
+    """
     wait_s = None
     if retry_after is not None and retry_after.strip().isdecimal():  # else a date, which few servers send
         wait_s = min(float(retry_after), LONGEST_WAIT_S)

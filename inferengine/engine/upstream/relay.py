@@ -1,12 +1,12 @@
-"""UpstreamLoop: the engine's loop where other servers compute. It takes the place of EngineLoop; all else is the same.
+"""UpstreamLoop: the engine's loop when other servers compute. It replaces EngineLoop; all else is the same.
 
 Each running sequence is a task that reads one streamed completion. Tokens that arrive in one turn of the event loop are
-posted together, as the tokens of a step are. There is no KV cache and no scheduler: a sequence waits for one of
-`engine.max_num_seqs` places in the order of `scheduler.policy`, then the upstream does the rest.
+published together, like the tokens of a step. There is no KV cache and no scheduler: a sequence waits for one of
+`engine.max_num_seqs` places in the order of `scheduler.policy`, and the upstream does the rest.
 
-A slow reader holds nobody up: its tokens wait in the output log, whose size the request's length bounds, and one that
-acknowledges nothing for `wire.stall_limit_s` has its request cancelled. When the I/O thread is far behind, the event
-loop waits for it, and the upstreams' connections fill up.
+A slow reader delays no other request: its tokens wait in the output log, whose size is bounded by the request's length.
+A reader that acknowledges nothing for `wire.stall_limit_s` has its request cancelled. When the I/O thread is far
+behind, the event loop waits for it, and backpressure reaches the upstreams through their TCP connections.
 """
 
 from __future__ import annotations
@@ -60,17 +60,20 @@ from inferengine.text.tokenizer import Tokenizer, read_json
 logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQS = 512
-MAX_MODEL_LEN = 32_768  # where neither the upstream nor the configuration tells it
-LAYOUT_OF_ONE = -2  # less the uid: the layout of a step with one token, the same each time
+MAX_MODEL_LEN = 32_768  # used if neither the upstream nor the configuration names a length
+LAYOUT_OF_ONE = -2  # minus the uid: layout number of a step with one token, so that it is the same each time
 FINAL_REASONS = ("stop", "length")
 
 
 class UpstreamLoop:
-    """Relays requests to upstreams. `load` first, then `begin`, then `run`, all in the loop's thread; the methods of
-    EngineLoop may be called from any thread after `load`."""
+    """Relays requests to upstreams.
+
+    Call `load`, then `begin`, then `run`, all in the loop's thread. The methods that EngineLoop has too may be called
+    from any thread after `load`.
+    """
 
     def __init__(self, config: Config, card: ModelCard) -> None:
-        """Raises InferEngineError for a folder without a tokenizer, ConfigError for what [upstream] has wrong."""
+        """Raises InferEngineError for a folder without a tokenizer, ConfigError for a wrong key of [upstream]."""
         self._config = config
         self._tokenizer = Tokenizer.from_files(card.files)
         self._vocab_size = max(self._tokenizer.vocab_size, _vocab_size(card))
@@ -87,7 +90,8 @@ class UpstreamLoop:
         self._finished: list[Finished] = []
         self._flush_is_due = False
         self._layouts: tuple[list[int], int] = ([], 0)  # the last step's uids and their number
-        self._sent = self._taken = 0  # requests submitted by the intake, and seen here: each has one writer
+        # Requests submitted by the intake's thread, and taken over by the loop's. Each counter has one writer.
+        self._sent = self._taken = 0
         self._sent_tokens = self._taken_tokens = 0
         self._stopping = asyncio.Event()
         self._fatal: BaseException | None = None
@@ -104,7 +108,7 @@ class UpstreamLoop:
         self.implementation = "upstream"
 
     def load(self, progress: Progress) -> Capacity:
-        """Wait for an upstream. Raises InferEngineError, with everything closed."""
+        """Wait until an upstream is up. Raises InferEngineError after closing everything."""
         try:
             return self._load(progress)
         except BaseException:
@@ -130,18 +134,18 @@ class UpstreamLoop:
     def begin(
         self, lifecycle: Lifecycle, post: Callable[[LoopOutput], None], on_turn: Callable[[], None] = lambda: None
     ) -> None:
-        """Say where output goes: as EngineLoop's arguments."""
+        """Set where output is posted, and what to call each turn; see EngineLoop."""
         self._lifecycle, self._post, self._on_turn = lifecycle, post, on_turn
 
     def run(self) -> None:
-        """Relay until stopped. Raises what failed, with everything closed: nobody closes an engine that failed."""
+        """Relay until stopped. Raises a fatal error after closing everything, since the caller then does not."""
         self._aio.run_until_complete(self._run())
         if self._fatal is not None:
             self.close()
             raise self._fatal
 
     def close(self) -> None:
-        """End the connections and the process of `upstream.command`, after `run`. Any number of times."""
+        """Close the connections and end the process of `upstream.command`, after `run`. May be called repeatedly."""
         if self._aio.is_closed():
             return
         self._aio.run_until_complete(self._servers.close())
@@ -156,14 +160,16 @@ class UpstreamLoop:
             raise InvalidRequest("resume", "an upstream cannot go on within a grammar", code="unsupported")
 
     def submit(self, requests: list[Request], grammars: SequenceOf[Grammar] = ()) -> None:
-        """Relay the choices of one accepted submission. Grammars are compiled to refuse bad ones; the upstream follows
-        its own."""
+        """Relay the choices of one accepted submission.
+
+        `grammars` is not used: it was compiled only to refuse an invalid grammar; the upstream compiles its own.
+        """
         self._sent += len(requests)
         self._sent_tokens += sum(request.num_prompt for request in requests)
         self._call(lambda: self._submit(requests))
 
     def cancel(self, uids: list[int], reason: str, detail: FinishDetail) -> None:
-        """End these if they have not ended."""
+        """End the requests with these uids that have not ended."""
         self._call(lambda: self._cancel(uids, reason, detail))
 
     def cancel_all(self, reason: str, detail: FinishDetail) -> None:
@@ -171,11 +177,11 @@ class UpstreamLoop:
         self._call(lambda: self._cancel(list(self._sequences), reason, detail))
 
     def flush(self, reply: Callable[[int], None]) -> None:
-        """Reply that nothing was dropped: the caches are the upstreams'."""
+        """Reply that no block was dropped: the caches belong to the upstreams."""
         self._call(lambda: reply(0))
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run something in the loop's thread."""
+        """Run a function in the loop's thread."""
         self._call(function)
 
     def stop(self) -> None:
@@ -183,7 +189,7 @@ class UpstreamLoop:
         self._call(self._stopping.set)
 
     def queued(self, tenant: str | None = None) -> tuple[int, int]:
-        """Requests and prompt tokens that wait; with a tenant, those that are admitted before its next request."""
+        """Return how many requests and prompt tokens wait; with a tenant, those ahead of the tenant's next request."""
         unseen, unseen_tokens = self._sent - self._taken, self._sent_tokens - self._taken_tokens
         free = max(0, self._max_num_seqs - len(self._running) - len(self._waiting))
         over = max(0, unseen - free)
@@ -199,7 +205,7 @@ class UpstreamLoop:
 
     @property
     def snapshot(self) -> SchedulerSnapshot:
-        """Gauges of now: there are no blocks."""
+        """The current gauges; those of KV blocks are 0."""
         zero = dict.fromkeys(SchedulerSnapshot.__dataclass_fields__, 0)
         gauges: dict[str, Any] = {
             **zero,
@@ -215,11 +221,11 @@ class UpstreamLoop:
 
     @property
     def upstreams(self) -> dict[str, dict[str, float]]:
-        """Figures of each upstream."""
+        """Counters and gauges of each upstream, by figure and then by upstream's name."""
         return self._servers.stats()
 
     def observe_steps(self, observer: StepObserver | None) -> None:
-        """Take no observer: there are no steps."""
+        """Do nothing: there are no steps to observe."""
 
     def _call(self, function: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed: the engine ends
@@ -240,7 +246,7 @@ class UpstreamLoop:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
     def _guarded(self, function: Callable[[], None]) -> None:
-        """A bug ends the engine, as one of EngineLoop's does."""
+        """Run a function; an exception of it ends the engine, as in EngineLoop."""
         try:
             function()
         except Exception as error:
@@ -297,13 +303,13 @@ class UpstreamLoop:
                     task.cancel()
 
     def _observe(self, task: asyncio.Task[None]) -> None:
-        """A bug ends the engine: no request may be left without an end."""
+        """End the engine if a relaying task raised: otherwise its request would never end."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fatal = error
             self._stopping.set()
 
     async def _relay(self, sequence: Sequence) -> None:
-        """Read one sequence's output, from another upstream where one fails before its first token."""
+        """Read one sequence's output. If an upstream fails before the first token, another one is tried."""
         tried: list[Server] = []
         failure: InferEngineError | None = None
         give_up_s = self._now() + self._config.upstream.wait_s
@@ -321,7 +327,7 @@ class UpstreamLoop:
                     if not error.elsewhere or len(sequence.tokens) > before:
                         raise error.error from None
                     failure = error.error
-                    if server.is_up:  # one that is down gets another try when it is up again
+                    if server.is_up:  # a server that is down may be tried again when it is back
                         tried.append(server)
         except InferEngineError as error:
             self.last_error = str(error)
@@ -357,7 +363,7 @@ class UpstreamLoop:
         if reason not in FINAL_REASONS:
             raise InferEngineError("engine_error", f"The upstream ended the output with {reason!r:.40}.")
         detail: FinishDetail = None
-        if reason == "stop":  # the token that ended it may be among those told, or not
+        if reason == "stop":  # the token that ended the output may be among those received, or not
             last = sequence.tokens[-1] if sequence.num_output else -1
             told = server.abilities.gives_ids and last in sequence.stop_ids
             is_end = last in sequence.request.eos_token_ids
@@ -393,7 +399,7 @@ class UpstreamLoop:
         self._publish_soon()
 
     def _end(self, sequence: Sequence, reason: str, detail: FinishDetail) -> None:
-        """End a sequence, once. A failure before this call has left nothing of it."""
+        """End a sequence; a second call does nothing."""
         if sequence.status is SequenceStatus.FINISHED:
             return
         was_running = sequence.status is SequenceStatus.RUNNING
@@ -415,7 +421,7 @@ class UpstreamLoop:
             self._start_waiting()
 
     def _publish_soon(self) -> None:
-        """Publish at the end of this turn, with what else arrives in it."""
+        """Publish at the end of this turn of the event loop, together with all that arrives in it."""
         if not self._flush_is_due:
             self._flush_is_due = True
             self._aio.call_soon(self._guarded, self._publish)
@@ -441,9 +447,11 @@ class UpstreamLoop:
 
 
 def _as_end(error: InferEngineError, sequence: Sequence) -> InferEngineError:
-    """The error that a request ends with. One without a token was refused by every upstream, or found none that is up:
-    it is `overloaded`, which goes to the caller. After `engine_unavailable` clients would send it again and again, as
-    they do to go on with a stream that broke."""
+    """Return the error that a request ends with.
+
+    A request without output ends as `overloaded`, which goes to the caller: every upstream refused it, or none is up.
+    After `engine_unavailable` clients would submit it again and again, as they do to continue a broken stream.
+    """
     if error.code != "engine_unavailable" or sequence.num_output:
         return error
     return InferEngineError("overloaded", error.message, retry_after_s=error.retry_after_s)
@@ -455,7 +463,7 @@ def _note_cached(sequence: Sequence, usage: Usage | None) -> None:
 
 
 def _vocab_size(card: ModelCard) -> int:
-    """The vocabulary that config.json tells, padding included; 0 where it tells none."""
+    """Return the size of the vocabulary in config.json, padding included; 0 if there is none."""
     if card.folder.suffix == SUFFIX:
         return int(config_values(card.folder)["vocab_size"])
     try:

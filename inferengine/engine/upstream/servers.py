@@ -1,6 +1,6 @@
-"""The upstream servers: which are up, which gets a request, and the process that this engine runs where it is told to.
+"""The upstream servers: which of them are up, which one gets a request, and the process of `upstream.command`.
 
-Everything here belongs to the event loop of the loop's thread (relay.py).
+Everything here runs in the event loop of the loop's thread (relay.py).
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from inferengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5  # between two looks at an upstream that is down, and at the process of `upstream.command`
+LOOK_S = 0.5  # between checks of an upstream that is down, and of the process of `upstream.command`
 LOOK_TIMEOUT_S = 5.0
 FIRST_RESTART_S, LONGEST_RESTART_S = 0.5, 30.0
 FAST_FAILURE_S = 10.0  # a process that ran longer is restarted at once
-STOP_S = 10.0  # for the process to end after SIGTERM
-PROBE = "Hello"
-# Has the kernel end the process when this engine is gone (PR_SET_PDEATHSIG), however that came, then becomes it.
+STOP_S = 10.0  # how long the process may take to end after SIGTERM
+PROBE = "Hello"  # the prompt that probes an upstream's abilities
+# Asks the kernel to end the process when this engine is gone, for any reason (PR_SET_PDEATHSIG), then executes it.
 TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class UpstreamFailed(Exception):
-    """A request failed at one upstream. `elsewhere`: another one may take it."""
+    """A request failed at one upstream. `elsewhere`: another upstream may take it."""
 
     def __init__(self, error: InferEngineError, *, elsewhere: bool) -> None:
         super().__init__(str(error))
@@ -56,7 +56,7 @@ class UpstreamFailed(Exception):
 
 
 class NoAnswerHere(ValueError):
-    """A server that is up does not answer at this path."""
+    """A server is up, but has no route at this path."""
 
 
 class Server:
@@ -66,17 +66,17 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.name = urlsplit(self.url).netloc.rpartition("@")[2]  # for logs and metrics: without a password
         self.is_up = False
-        self.down_reasons: set[str] = set()  # that the log has
+        self.down_reasons: set[str] = set()  # already logged
         self.num_in_flight = 0
         self.num_requests = 0
         self.num_failures = 0
         self.model = ""
         self.max_model_len: int | None = None
-        self.abilities: Abilities | None = None  # None until it was probed
+        self.abilities: Abilities | None = None  # None until probed
 
 
 def read_urls(config: Config) -> list[str]:
-    """The URLs of `upstream.url`. Raises ConfigError."""
+    """Return the URLs of `upstream.url`. Raises ConfigError."""
     urls = [url.strip() for url in config.upstream.url.split(",") if url.strip()]
     if not urls:
         raise ConfigError("upstream.url", "name the server to relay to, such as http://127.0.0.1:8080")
@@ -88,7 +88,7 @@ def read_urls(config: Config) -> list[str]:
 
 
 def read_fields(config: Config) -> frozenset[str] | None:
-    """The names of `upstream.fields`; None for `auto`. Raises ConfigError."""
+    """Return the names of `upstream.fields`; None for `auto`. Raises ConfigError."""
     text = config.upstream.fields
     if text == "auto":
         return None
@@ -108,9 +108,10 @@ class Servers:
         self._config = config.upstream
         self._tokenizer = tokenizer
         self._session: aiohttp.ClientSession | None = None
-        # Looks and probes keep no connection: uvicorn closes one after a 500 without saying so, under the next request.
+        # Checks and probes keep no connection open: after a 500 uvicorn closes it without notice, and the next
+        # request on it would fail.
         self._looks: aiohttp.ClientSession | None = None
-        self._changed = asyncio.Event()  # one is up that was not
+        self._changed = asyncio.Event()  # set when an upstream has come up
         self._child = ChildProcess(self._config.command) if self._config.command else None
         self._looker: asyncio.Task[None] | None = None
         key_file = self._config.api_key_file
@@ -121,7 +122,7 @@ class Servers:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def start(self, report: Callable[[str, float], None]) -> None:
-        """Wait until one is up and all that are have been probed. Raises InferEngineError."""
+        """Wait until at least one upstream is up, and probe those that are. Raises InferEngineError."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=LOOK_TIMEOUT_S, sock_read=self._config.read_timeout_s)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
@@ -146,7 +147,7 @@ class Servers:
 
     @property
     def abilities(self) -> Abilities:
-        """What every upstream that was probed can do: a request may go to any of them."""
+        """The abilities that all probed upstreams have in common, because a request may go to any of them."""
         known = [server.abilities for server in self.servers if server.abilities is not None]
         return Abilities(
             all(each.takes_ids for each in known),
@@ -155,8 +156,10 @@ class Servers:
         )
 
     async def choose(self, tried: Collection[Server], wait_s: float) -> Server:
-        """The upstream with the fewest requests under way, of those that are up and not in `tried`. Waits for one at
-        most `wait_s` where none was tried. Raises InferEngineError."""
+        """Return the upstream with the fewest requests in flight, of those that are up and not in `tried`.
+
+        If none is up and none was tried, waits at most `wait_s` for one. Raises InferEngineError.
+        """
         end = time.monotonic() + wait_s
         while True:
             candidates = [server for server in self.servers if server.is_up and server not in tried]
@@ -170,8 +173,10 @@ class Servers:
                 await asyncio.wait_for(self._changed.wait(), left_s)
 
     async def stream(self, server: Server, body: dict[str, Any]) -> AsyncIterator[list[CompletionEvent]]:
-        """Send a completion and yield its events, as many as have arrived. Raises UpstreamFailed; leaving it closes the
-        connection, by which the upstream learns that nobody reads on."""
+        """Send a completion and yield lists of the events that have arrived. Raises UpstreamFailed.
+
+        Closing the generator closes the connection, which tells the upstream to stop generating.
+        """
         server.num_in_flight += 1
         server.num_requests += 1
         reader = EventReader()
@@ -181,22 +186,24 @@ class Servers:
                 if answer.status != 200:
                     wait = answer.headers.get("Retry-After")
                     raise self._refusal(server, answer.status, await answer.content.read(65536), wait)
-                while data := await answer.content.readany():  # `iter_any` is two coroutines more for each token
+                while (
+                    data := await answer.content.readany()
+                ):  # `iter_any` would cost two more coroutines for each token
                     if events := list(reader.push(data)):
                         yield events
                     if reader.is_done:
                         break
                 if not reader.is_done and not reader.has_reason:
                     raise aiohttp.ClientPayloadError("the stream ended before its end")
-                await answer.read()  # nothing is left: the connection may serve the next request
+                await answer.read()  # reads the end of the body, so that the connection can be used again
             finally:
                 answer.close()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if reader.has_reason:  # the whole output was here
+            if reader.has_reason:  # the output was complete
                 return
             server.num_failures += 1
             if not isinstance(error, aiohttp.ClientPayloadError | TimeoutError):
-                server.is_up = False  # until it answers again
+                server.is_up = False  # until a check succeeds
             logger.warning("upstream %s: %s: %s", server.name, type(error).__name__, error)
             refusal = InferEngineError("engine_unavailable", "The upstream's connection was lost.", retry_after_s=1.0)
             raise UpstreamFailed(refusal, elsewhere=True) from None
@@ -204,8 +211,10 @@ class Servers:
             server.num_in_flight -= 1
 
     async def _send(self, server: Server, body: bytes) -> aiohttp.ClientResponse:
-        """Send a completion and wait for its status. A kept connection that the server has just closed is tried again:
-        nothing had come of the request."""
+        """Send a completion and wait for its status.
+
+        If the server closed a kept connection in the meantime the request is sent again: it has had no effect yet.
+        """
         if self._session is None:
             raise RuntimeError("not started")
         headers = {"Content-Type": "application/json"}
@@ -216,7 +225,7 @@ class Servers:
             return await self._session.post(url, data=body, headers=headers)
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """By figure, then by upstream."""
+        """Return counters and gauges, by figure and then by upstream's name."""
         return {
             "up": {server.name: int(server.is_up) for server in self.servers},
             "in_flight": {server.name: server.num_in_flight for server in self.servers},
@@ -235,8 +244,11 @@ class Servers:
             await asyncio.to_thread(self._child.stop)
 
     def refusal_in_stream(self, server: Server, error: Any) -> UpstreamFailed:
-        """The failure that an error among a stream's events is: of the request, as where vLLM refuses a grammar after
-        its 200, or of the server, which is a broken stream."""
+        """Return the failure for an error event within a stream.
+
+        It is either an error in the request, as when vLLM refuses a grammar after it has answered 200, or an error of
+        the server, which counts as a broken stream.
+        """
         status, body = status_of_event(error), msgspec.json.encode({"error": error})
         if status < 500:
             return self._refusal(server, status, body)
@@ -260,10 +272,10 @@ class Servers:
             except InferEngineError as error:
                 logger.error("%s", error)
             except Exception:
-                logger.exception("looking at the upstreams failed")
+                logger.exception("checking the upstreams failed")
 
     async def _look(self) -> None:
-        """Start the process where it has to run, and look at the upstreams that are down."""
+        """Start the process of `upstream.command` if it is due, and check the upstreams that are down."""
         if self._child is not None:
             self._child.tend()
         await asyncio.gather(*(self._greet(server) for server in self.servers if not server.is_up))
@@ -276,7 +288,7 @@ class Servers:
                 logger.info("upstream %s: %s, %s", server.name, server.model, _sentence(server.abilities))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
-            if reason not in server.down_reasons:  # each once
+            if reason not in server.down_reasons:  # log each reason once
                 logger.warning("upstream %s is down: %s", server.name, reason)
                 server.down_reasons.add(reason)
             return
@@ -285,8 +297,10 @@ class Servers:
         self._changed.set()
 
     async def _describe(self, server: Server) -> None:
-        """Read which model it serves: that of `upstream.model`, or its first. A server that has no list is asked for
-        `upstream.model`."""
+        """Set the model and its length from the server's list of models.
+
+        The model is `upstream.model`, or the first in the list. A server without a list needs `upstream.model`.
+        """
         wanted = self._config.model
         try:
             cards = (await self._get(f"{server.url}/v1/models"))["data"]
@@ -302,7 +316,10 @@ class Servers:
         server.max_model_len = length if type(length) is int and length > 0 else None
 
     async def _probe(self, server: Server) -> Abilities:
-        """Find out, by one token, whether it takes and gives token ids. Raises ValueError where it takes neither."""
+        """Find out by generating one token whether a server takes and gives token ids.
+
+        Raises ValueError if it accepts neither token ids nor text as the prompt.
+        """
         ids = self._tokenizer.encode(PROBE)
         common = {"model": server.model, "max_tokens": 1, "temperature": 0}
         asking = {"return_token_ids": True}
@@ -354,7 +371,7 @@ def _sentence(abilities: Abilities) -> str:
 
 
 class ChildProcess:
-    """The process of `upstream.command`, started again when it ends. Its output goes where the engine's goes."""
+    """The process of `upstream.command`, restarted when it ends. It inherits the engine's standard output."""
 
     def __init__(self, command: str) -> None:
         """Raises ConfigError."""
@@ -371,7 +388,7 @@ class ChildProcess:
         self._stopping = False
 
     def tend(self) -> None:
-        """Start it if it does not run and is due."""
+        """Start the process if it does not run and its restart delay is over."""
         now = time.monotonic()
         if self._stopping:
             return
@@ -391,7 +408,7 @@ class ChildProcess:
         logger.info("the upstream's process %d is started: %s", self._process.pid, self._words[0])
 
     def stop(self) -> None:
-        """End it, with all processes that it has started."""
+        """End the process and all processes that it has started."""
         self._stopping = True
         process = self._process
         if process is None:

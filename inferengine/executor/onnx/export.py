@@ -1,19 +1,26 @@
-"""Exports a checkpoint as ONNX graphs over a paged KV cache, with its weights in a file beside them, kept between runs.
+"""Exports a checkpoint as ONNX graphs over a paged KV cache, and keeps the export between runs.
 
 The graphs are built node by node from DecoderConfig and the family's own module tree, which names the weights; nothing
-is traced. There are three, because a step needs their results apart: `body` (token ids to the residual stream, keys and
-values to the cache), `head` (final norm and logits, of the rows that draw) and `norm` (for embeddings).
+is traced. The weights are in one file beside the graphs. There are three graphs, because a step needs their results
+separately: `body` (token ids to the residual stream; writes keys and values to the cache), `head` (final norm and
+logits of the rows that draw) and `norm` (for embeddings).
 
-An export is a folder `onnx/NAME-FINGERPRINT` of the cache. The fingerprint is of config.json, of the weights' files
-(names, sizes, times of change), of the number format and of this file. The folder is written under another name and
-renamed when it is whole; a folder whose manifest does not agree with its files is made anew.
+An export is a folder `onnx/NAME-FINGERPRINT` in the cache directory. The fingerprint covers config.json, the weight
+files (names, sizes, modification times), the number format and this source file. The folder is written under a
+temporary name and renamed when complete. A folder whose files do not match its manifest is exported again.
 
-Inputs of `body` (T tokens, I rows of Q queries over C blocks of the cache, G KV groups, P = blocks * 2 * KV heads):
-input_ids [T], positions [T], query_tokens [I, Q] (index in [0, T) of each query; a shorter row repeats its last),
-token_places [T] (place in [0, I * Q) of each token's result), by group slots.g [T, 2] (block and offset that a token's
-key and value are written to), block_tables.g [I, C] and key_starts.g [I] (position of the first key of the first
-block), by rotation cos.r and sin.r [positions, D / 2], by layer kv.l [P, block_size, D]. Outputs: hidden [T, E] and
-kv_out.l, which the caller binds to the memory of kv.l: ScatterND then writes in place, and the cache is never copied.
+Dimensions of `body`: T tokens; I rows of Q queries each, over C blocks of the cache; K KV heads of size D;
+P = blocks * 2 * K. Inputs:
+- input_ids [T], positions [T].
+- query_tokens [I, Q]: index in [0, T) of each query; a shorter row repeats its last one.
+- token_places [T]: index in [0, I * Q) of each token's result.
+- for each KV group g: slots.g [T, 2], the block and the offset in it to which a token's key and value are written;
+  block_tables.g [I, C]; key_starts.g [I], the position of the first key of the first block.
+- for each rotation r: cos.r and sin.r [positions, D / 2].
+- for each layer l: kv.l [P, block_size, D].
+
+Outputs: hidden [T, E], and kv_out.l for each layer. The caller binds kv_out.l to the memory of kv.l, so that ScatterND
+writes in place and the cache is never copied.
 """
 
 from __future__ import annotations
@@ -52,13 +59,13 @@ from inferengine.models.llama import Llama, LlamaLayer
 
 logger = logging.getLogger(__name__)
 
-OPSET, IR_VERSION = 23, 11  # RMSNormalization and RotaryEmbedding are of opset 23
-PAGE = 4096  # bytes: each weight begins at a multiple of it
+OPSET, IR_VERSION = 23, 11  # RMSNormalization and RotaryEmbedding came with opset 23
+PAGE = 4096  # bytes; each weight is aligned to it
 WEIGHTS, MANIFEST = "weights.bin", "manifest.json"
 GRAPHS = ("body", "head", "norm")
-SMALLEST_SCALE = 1e-30  # of a row of zeros
+SMALLEST_SCALE = 1e-30  # scale of a row of zeros
 LOCK, UNFINISHED = ".lock", ".unfinished-"
-FAR = -3.4e38  # in place of a score that is not to be seen: exp of it is 0, and a row of it alone is no NaN
+FAR = -3.4e38  # masks a score: its exp is 0, and unlike -inf a row that is fully masked gives no NaN
 
 
 class Export(NamedTuple):
@@ -74,9 +81,11 @@ class Export(NamedTuple):
 
 
 def open_export(settings: ExecutorSettings, progress: Progress, *, anew: bool = False) -> Export:
-    """Return the kept export of the checkpoint in the settings' number format, made now where there is none, or none
-    that is whole. `anew`: make it whatever is there. Raises ConfigError for a model that cannot be exported, and where
-    the cache has no room."""
+    """Return the export of the checkpoint in the settings' number format.
+
+    The export is made if there is no complete one, or if `anew` is set. Raises ConfigError for a model that cannot be
+    exported, and if the cache directory has no room.
+    """
     config, family = registry.read_model_config(settings.folder)
     require_supported(config)
     with torch.device("meta"):
@@ -90,7 +99,7 @@ def open_export(settings: ExecutorSettings, progress: Progress, *, anew: bool = 
             folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with (folder.parent / LOCK).open("w") as lock:
                 progress("waiting for another export", 0.0)
-                fcntl.flock(lock, fcntl.LOCK_EX)  # of two engines that start at once one exports
+                fcntl.flock(lock, fcntl.LOCK_EX)  # of two engines that start at once only one exports
                 if (complaint := "ONNX Runtime cannot read it" if anew else _complaint(folder)) is not None:
                     _replace(settings, config, folder, complaint, progress)
         except OSError as error:
@@ -120,7 +129,7 @@ def export_folder(settings: ExecutorSettings) -> Path:
 
 
 def require_supported(config: DecoderConfig) -> None:
-    """Raise ConfigError naming what of a model the graphs cannot compute."""
+    """Raise ConfigError naming a part of the model that the graphs cannot compute."""
     refused = {
         "layers of transformers": config.implementation != "native",
         "a mixture of experts": config.moe is not None,
@@ -139,8 +148,10 @@ def _unsupported(what: str) -> ConfigError:
 
 
 def _complaint(folder: Path) -> str | None:
-    """Why this folder is no whole export; None: it is one. Of the graphs every byte is looked at, of the weights, which
-    may have gigabytes, the number of bytes."""
+    """Return why this folder is not a complete export; None if it is.
+
+    Graphs are compared by checksum. The weights, which may have gigabytes, are compared by size only.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = manifest["files"]
@@ -164,12 +175,12 @@ def _complaint(folder: Path) -> str | None:
 def _replace(
     settings: ExecutorSettings, config: DecoderConfig, folder: Path, complaint: str, progress: Progress
 ) -> None:
-    """Write an export under another name, then rename it: nobody sees a part of one. Raises OSError."""
+    """Write an export under a temporary name, then rename it, so that it is never seen incomplete. Raises OSError."""
     begin = time.perf_counter()
     if folder.exists():
-        logger.warning("the export %s is made anew: %s", folder.name, complaint)
+        logger.warning("the export %s is made again: %s", folder.name, complaint)
         shutil.rmtree(folder)
-    for left in folder.parent.glob(f"{UNFINISHED}*"):  # by a process that was killed: the lock is ours
+    for left in folder.parent.glob(f"{UNFINISHED}*"):  # left by killed processes, since this one holds the lock
         shutil.rmtree(left, ignore_errors=True)
     source = str(settings.folder.resolve())
     with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder.parent) as name:
@@ -183,7 +194,7 @@ def _replace(
         manifest = {"source": source, "quantization": settings.quantization, "files": files}
         (made / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         with (made / WEIGHTS).open("rb") as written:
-            os.fsync(written.fileno())  # only its size is looked at later
+            os.fsync(written.fileno())  # later only its size is checked, so the content must be on the disk now
         _remove_older(folder, source, settings.quantization)
         made.rename(folder)
     logger.info("exported %s to %s in %.1f s", settings.folder.name, folder, time.perf_counter() - begin)
@@ -194,8 +205,10 @@ def _sha256(path: Path) -> str:
 
 
 def _remove_older(folder: Path, source: str, quantization: str) -> None:
-    """Remove exports of what this checkpoint was before, or of an older version of this file. A process that uses one
-    keeps it in memory."""
+    """Remove exports of an earlier state of this checkpoint, or by an older version of this file.
+
+    A process that still uses one has its files open, so it is not disturbed.
+    """
     for other in folder.parent.glob(f"*/{MANIFEST}"):
         try:
             manifest = json.loads(other.read_text(encoding="utf-8"))
@@ -206,8 +219,10 @@ def _remove_older(folder: Path, source: str, quantization: str) -> None:
 
 
 def _export(settings: ExecutorSettings, config: DecoderConfig, folder: Path, progress: Progress) -> None:
-    """Write weights and graphs in fp32. The weights are read into a mapping of their file, so that a checkpoint may be
-    larger than memory."""
+    """Write weights and graphs: in fp32, or with the products' weights in int8.
+
+    The weights are loaded into a memory mapping of their file, so a checkpoint may be larger than the memory.
+    """
     _, family = registry.read_model_config(settings.folder)
     with torch.device("meta"):
         model = family.build(REFERENCE, config)
@@ -237,7 +252,7 @@ def _export(settings: ExecutorSettings, config: DecoderConfig, folder: Path, pro
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in the file of weights."""
+    """Where a tensor is in the weights file; offset and size in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -247,8 +262,11 @@ class Place(NamedTuple):
 
 
 def _map_weights(model: nn.Module, file: Path) -> dict[int, Place]:
-    """Give every parameter of a model on `meta` memory that is a mapping of `file`. Returns the places by `id` of the
-    new parameters. Raises OSError where the disk is full: writing to a mapping would kill the process instead."""
+    """Back every parameter of a model on `meta` by a memory mapping of `file`.
+
+    Returns the places by `id` of the new parameters. The file's space is allocated first, so that a full disk raises
+    OSError; otherwise writing to the mapping would kill the process.
+    """
     made: dict[int, nn.Parameter] = {}
     sizes = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
     offsets = np.cumsum([0, *(-(-4 * parameter.numel() // PAGE) * PAGE for _, parameter in sizes.values())])
@@ -268,7 +286,7 @@ def _map_weights(model: nn.Module, file: Path) -> dict[int, Place]:
 
 
 def _put_in_order(model: Llama) -> None:
-    """Put the rows of queries and keys in the order of the one rotation that there is (layers/rotary.py)."""
+    """Permute the rows of queries and keys to the order that RotaryEmbedding expects (layers/rotary.py)."""
     for module in model.modules():
         if isinstance(module, Linear) and module.order is not None and module.weight is not None:
             module.weight.data.copy_(module.weight.data[module.order])
@@ -284,15 +302,18 @@ def _put_in_order(model: Llama) -> None:
 
 
 class Weights(NamedTuple):
-    """Where parameters lie in the file of weights, by `id`: as numbers, and the codes of products with their scales."""
+    """Where parameters are in the weights file, by `id`: fp32 numbers, and int8 codes with their scales."""
 
     numbers: dict[int, Place]
     codes: dict[int, tuple[Place, Place]]
 
 
 def _write_int8(model: Llama, table: torch.Tensor | None, file: Path, progress: Progress) -> Weights:
-    """Write a file in which the weights of products, and `table`, the head's, are 8-bit integers by output channel:
-    codes [in, out], as MatMulInteger takes them, and scales [out]. One weight at a time is in memory."""
+    """Write a weights file in which the weights of products are quantized to int8, one scale for each output channel.
+
+    A weight becomes codes [in, out], the layout of MatMulInteger, and scales [out]. `table` is the head's weight. Only
+    one weight at a time is in memory.
+    """
     products = {id(module.weight) for module in model.modules() if isinstance(module, Linear)} | {id(table)}
     found = Weights({}, {})
     with file.open("wb") as writer:
@@ -322,7 +343,7 @@ def _write_int8(model: Llama, table: torch.Tensor | None, file: Path, progress: 
 
 
 class Graph:
-    """Collects the nodes of one graph. Values are named by strings, as in the file."""
+    """Builds one graph node by node. Values are represented by their names, as in an ONNX file."""
 
     def __init__(self, found: Weights) -> None:
         self._weights = found
@@ -332,12 +353,12 @@ class Graph:
         self._outputs: list[onnx.ValueInfoProto] = []
 
     def input(self, name: str, kind: int, shape: Sequence[Any]) -> str:
-        """Declare an input. `shape`: numbers, and names of what differs from step to step."""
+        """Declare an input. `shape`: numbers, and names for dimensions that differ from step to step."""
         self._inputs.append(helper.make_tensor_value_info(name, kind, shape))
         return name
 
     def output(self, value: str, name: str, shape: Sequence[Any]) -> str:
-        """Make the value that the latest node computed an output of the graph, under this name. Returns the name."""
+        """Declare the latest node's value as an output of the graph called `name`. Returns the name."""
         node = self._nodes[-1]
         if list(node.output) != [value]:
             raise ValueError(f"{value} is not the latest value")
@@ -346,21 +367,21 @@ class Graph:
         return name
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        """Add a node of one output, which is returned."""
+        """Add a node with one output, and return the output's name."""
         return self.ops(kind, 1, *inputs, **attributes)[0]
 
     def ops(self, kind: str, count: int, *inputs: str, **attributes: Any) -> list[str]:
-        """Add a node of several outputs."""
+        """Add a node with several outputs, and return their names."""
         outputs = [f"{kind}.{len(self._nodes)}.{index}" for index in range(count)]
         self._nodes.append(helper.make_node(kind, inputs, outputs, **attributes))
         return outputs
 
     def ints(self, *values: int) -> str:
-        """Return a constant [n] of int64."""
+        """Return an int64 constant [n]."""
         return self._constant(np.array(values, dtype=np.int64))
 
     def number(self, value: float) -> str:
-        """Return a constant of no dimension."""
+        """Return a scalar fp32 constant."""
         return self._constant(np.array(value, dtype=np.float32))
 
     def _constant(self, array: np.ndarray) -> str:
@@ -369,7 +390,7 @@ class Graph:
         return name
 
     def weight(self, parameter: torch.Tensor | None) -> str:
-        """Return a parameter, whose data stay in the file of weights."""
+        """Return a parameter as external data, which stays in the weights file."""
         return self._stored(self._weights.numbers[id(parameter)])
 
     def _stored(self, place: Place) -> str:
@@ -382,11 +403,11 @@ class Graph:
         return place.name
 
     def linear(self, x: str, linear: Linear) -> str:
-        """[T, in] -> [T, out]."""
+        """Apply a linear layer: [T, in] -> [T, out]."""
         return self.product(x, linear.weight, linear.bias)
 
     def product(self, x: str, weight: torch.Tensor | None, bias: torch.Tensor | None = None) -> str:
-        """x @ weight^T + bias, of a weight [out, in]."""
+        """Return x @ weight^T + bias for a weight [out, in]; with int8 arithmetic if the weight was quantized."""
         found = self._weights.codes.get(id(weight))
         if found is None:
             rest = [] if bias is None else [self.weight(bias)]
@@ -398,10 +419,10 @@ class Graph:
         return y if bias is None else self.op("Add", y, self.weight(bias))
 
     def norm(self, x: str, norm: nn.Module | None) -> str:
-        """Norm of the last dimension; x itself without one."""
+        """Normalize the last dimension; return x itself if `norm` is None."""
         if norm is None:
             return x
-        assert isinstance(norm, HeadNorm | LayerNorm | RMSNorm)  # no model has others: its ranks are not divided
+        assert isinstance(norm, HeadNorm | LayerNorm | RMSNorm)  # other norms exist only under tensor parallelism
         gain = self.weight(norm.weight)
         if isinstance(norm, HeadNorm):
             num_heads, size = norm.shape
@@ -414,17 +435,17 @@ class Graph:
         return self.op("RMSNormalization", x, gain, axis=-1, epsilon=norm.eps)
 
     def reshape(self, x: str, *shape: int) -> str:
-        """Reshape; 0 stands for the dimension that x has there."""
+        """Reshape x; 0 keeps the size of that dimension."""
         return self.op("Reshape", x, self.ints(*shape))
 
     def capped(self, x: str, cap: float | None) -> str:
-        """cap * tanh(x / cap); x itself without a cap."""
+        """Return cap * tanh(x / cap); x itself if `cap` is None."""
         if cap is None:
             return x
         return self.op("Mul", self.op("Tanh", self.op("Div", x, self.number(cap))), self.number(cap))
 
     def scaled(self, x: str, scale: float | None) -> str:
-        """scale * x; x itself without a scale."""
+        """Return scale * x; x itself if `scale` is None."""
         return x if scale is None or scale == 1.0 else self.op("Mul", x, self.number(scale))
 
     def made(self, name: str) -> onnx.ModelProto:
@@ -437,7 +458,7 @@ class Graph:
 
 
 def rotations(config: DecoderConfig) -> list[RopeConfig]:
-    """Return the different rotations of a model's layers, in their order: cos.r and sin.r of the body."""
+    """Return the distinct rotations of a model's layers; r of the inputs cos.r and sin.r is the index in this list."""
     ropes = (config.rope_of(layer) for layer in range(config.num_layers))
     return list(dict.fromkeys(rope for rope in ropes if rope is not None))
 
@@ -445,7 +466,7 @@ def rotations(config: DecoderConfig) -> list[RopeConfig]:
 def _graphs(
     model: Llama, config: DecoderConfig, table: torch.Tensor | None, found: Weights
 ) -> list[tuple[str, onnx.ModelProto]]:
-    """Build the graphs. `table` is the head's weight."""
+    """Build the three graphs, as (name, graph). `table` is the head's weight."""
     head, norm = Graph(found), Graph(found)
     x = head.norm(head.input("hidden", TensorProto.FLOAT, ["N", config.hidden_size]), model.norm)
     logits = head.product(x, table)
@@ -457,12 +478,12 @@ def _graphs(
 
 
 class KeyGroup(NamedTuple):
-    """What all layers of a KV group share: where their keys are written and read, and which of them a query sees."""
+    """Indices and mask that all layers of a KV group share (K KV heads)."""
 
-    places: str  # [T * 2 * K, 2]
-    keys: str  # [I, K, C]
-    values: str  # [I, K, C]
-    mask: str  # [I, 1, 1, Q, C * block_size]
+    places: str  # [T * 2 * K, 2]: row of the cache and offset in it to which keys and values are written
+    keys: str  # [I, K, C]: rows of the cache with the keys to read
+    values: str  # [I, K, C]: rows of the cache with the values to read
+    mask: str  # [I, 1, 1, Q, C * block_size]: 0 for a visible key, else FAR
 
 
 def _body(model: Llama, config: DecoderConfig, found: Weights) -> onnx.ModelProto:
@@ -507,7 +528,7 @@ def _body(model: Llama, config: DecoderConfig, found: Weights) -> onnx.ModelProt
 def _key_group(
     graph: Graph, config: DecoderConfig, group: int, caches: list[str], positions: str, queries: str
 ) -> KeyGroup:
-    """Compute once what the layers of a group share."""
+    """Add the nodes that compute what the layers of a group share."""
     window, num_heads = config.group_windows[group], config.num_kv_heads
     slots = graph.input(f"slots.{group}", TensorProto.INT64, ["T", 2])
     tables = graph.input(f"block_tables.{group}", TensorProto.INT64, ["I", f"C{group}"])
@@ -537,7 +558,7 @@ def _key_group(
 
 
 def _query_factors(graph: Graph, positions: str, beta: float, context: int) -> str:
-    """1 + beta * log(1 + position // context), [T, 1]."""
+    """Return 1 + beta * log(1 + position // context), [T, 1]."""
     spans = graph.op("Cast", graph.op("Div", positions, graph.ints(context)), to=TensorProto.FLOAT)
     grown = graph.op("Log", graph.op("Add", spans, graph.number(1.0)))
     factors = graph.op("Add", graph.op("Mul", grown, graph.number(beta)), graph.number(1.0))
@@ -545,7 +566,7 @@ def _query_factors(graph: Graph, positions: str, beta: float, context: int) -> s
 
 
 class _Attend:
-    """Writes keys and values of one layer to its cache, and computes attention over what is there."""
+    """Adds the nodes of one layer's attention: keys and values are written to the cache, then attended to there."""
 
     def __init__(
         self, graph: Graph, config: DecoderConfig, layer: int, cache: str, group: KeyGroup, queries: str, answers: str
@@ -556,13 +577,13 @@ class _Attend:
         self.query_factors = ""  # [T, 1]
 
     def __call__(self, qkv: str, attention: Attention) -> str:
-        """Packed qkv [T, (H + 2K) * D] -> [T, H * D]."""
+        """Attention of packed qkv: [T, (H + 2K) * D] -> [T, H * D]."""
         graph, config = self.graph, self.config
         num_heads, num_keys, size = config.num_heads, config.num_kv_heads, config.head_dim
-        turning = num_heads + num_keys
-        turned, value = graph.ops("Split", 2, qkv, graph.ints(turning * size, num_keys * size), axis=1)
+        num_rotated = num_heads + num_keys  # heads of queries and keys, which are rotated
+        rotated, value = graph.ops("Split", 2, qkv, graph.ints(num_rotated * size, num_keys * size), axis=1)
         if attention.is_adjusted or attention.q_norm is not None:
-            query, key = graph.ops("Split", 2, turned, graph.ints(num_heads * size, num_keys * size), axis=1)
+            query, key = graph.ops("Split", 2, rotated, graph.ints(num_heads * size, num_keys * size), axis=1)
             if attention.has_wide_norms:
                 query, key = graph.norm(query, attention.q_wide), graph.norm(key, attention.k_wide)
             if self.query_factors:
@@ -570,13 +591,13 @@ class _Attend:
             if attention.q_norm is not None:
                 query = graph.norm(graph.reshape(query, 0, -1, size), attention.q_norm)
                 key = graph.norm(graph.reshape(key, 0, -1, size), attention.k_norm)
-            turned = graph.op("Concat", query, key, axis=1)
+            rotated = graph.op("Concat", query, key, axis=1)
         if self.rotate is not None:
             cos, sin, positions = self.rotate
-            turned = graph.reshape(turned, 1, -1, turning * size)
-            turned = graph.op("RotaryEmbedding", turned, cos, sin, positions, num_heads=turning)
-        turned = graph.reshape(turned, -1, turning * size)
-        query, key = graph.ops("Split", 2, turned, graph.ints(num_heads * size, num_keys * size), axis=1)
+            rotated = graph.reshape(rotated, 1, -1, num_rotated * size)
+            rotated = graph.op("RotaryEmbedding", rotated, cos, sin, positions, num_heads=num_rotated)
+        rotated = graph.reshape(rotated, -1, num_rotated * size)
+        query, key = graph.ops("Split", 2, rotated, graph.ints(num_heads * size, num_keys * size), axis=1)
         written = graph.reshape(graph.op("Concat", key, value, axis=1), -1, size)
         cache = graph.op("ScatterND", self.cache, self.group.places, written)
         cache = graph.output(cache, f"kv_out.{self.layer}", ["P" + str(config.windows[self.layer]), "B", size])
@@ -585,7 +606,10 @@ class _Attend:
         return self._mix(query, keys, values)
 
     def _mix(self, query: str, keys: str, values: str) -> str:
-        """Query heads of one key head are rows of one product: [I, K, H / K * Q, D]."""
+        """Compute softmax(query @ keys^T + mask) @ values; [T, H * D].
+
+        The query heads that share a KV head become rows of one product, so scores have the shape [I, K, H / K * Q, L].
+        """
         graph, config = self.graph, self.config
         num_keys, size = config.num_kv_heads, config.head_dim
         share = config.num_heads // num_keys
@@ -605,7 +629,7 @@ class _Attend:
 
 
 def _layer(graph: Graph, config: DecoderConfig, layer: LlamaLayer, x: str, attend: _Attend) -> str:
-    """Residual stream [T, E] -> the same after this layer: what LlamaLayer.forward does."""
+    """Add one layer's nodes, as LlamaLayer.forward computes it: residual stream [T, E] -> [T, E]."""
 
     def add(x: str, block: str, norm: nn.Module | None) -> str:
         return graph.op("Add", x, graph.scaled(graph.norm(block, norm), config.residual_scale))

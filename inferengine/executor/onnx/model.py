@@ -1,11 +1,11 @@
-"""OnnxModel: a model that ONNX Runtime computes, in the place of one made of torch modules.
+"""OnnxModel: a model that ONNX Runtime computes, used by TorchExecutor in place of a model of torch modules.
 
-TorchExecutor drives it: slots, batches, sampling, log-probabilities, draft models and the KV cache's memory are the
-same. Tensors are handed over by their addresses (I/O binding): nothing is copied between torch and ONNX Runtime, and
-the graph writes keys and values into the executor's own cache (export.py).
+Slots, batches, sampling, log-probabilities, draft models and the KV cache's memory are those of TorchExecutor. Tensors
+are passed by address (I/O binding): nothing is copied between torch and ONNX Runtime, and the graph writes keys and
+values into the executor's own cache (export.py).
 
-A step is one run for each stretch of neighbouring rows that compute about as many tokens, since the queries of a run
-are padded to its longest row: all decodes together, with short drafts; prompts mostly one by one.
+A step is divided into runs of the graph. The queries of a run are padded to its longest row, so a run takes adjacent
+rows of similar length: all decodes, with short drafts, are one run, and a prompt is mostly a run of its own.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ from inferengine.quantization.checkpoints import layout_of
 logger = logging.getLogger(__name__)
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}  # by engine.device
-INT8 = "int8_w8a8"  # what ONNX Runtime's dynamic quantization is among the values of model.quantization
+INT8 = "int8_w8a8"  # the value of model.quantization that means ONNX Runtime's dynamic quantization
 NUMBERS = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int64}
-PADDING = 1.5  # queries of a run over its tokens, at most
-SPARE = 16  # further queries that a run may be padded with
-GROW = "kSameAsRequested"  # CUDA memory beyond the weights is taken as needed: most of the rest is the KV cache's
+PADDING = 1.5  # a run has at most PADDING * tokens + SPARE queries, padding included
+SPARE = 16
+GROW = "kSameAsRequested"  # allocate CUDA memory only as needed, since the KV cache takes most of it
 
 
 def resolve(config: Config) -> Config:
-    """Return the configuration with `engine.device` and number formats as this executor computes them. Raises
-    ConfigError naming what it cannot do."""
+    """Return the configuration with the device and number formats that this executor uses.
+
+    Raises ConfigError naming a key that this executor does not support.
+    """
     available = onnxruntime.get_available_providers()
     device = choose_device(config.engine.device).type
     if PROVIDERS[device] not in available:
@@ -75,8 +77,10 @@ def resolve(config: Config) -> Config:
 def load_onnx_model(
     settings: ExecutorSettings, ops: Ops, progress: Progress, communicator: Communicator | None = None
 ) -> LoadedModel:
-    """Export the checkpoint where that has not been done, and open the graphs: load_model's counterpart. `settings`
-    are of a configuration that `resolve` returned. Raises ConfigError."""
+    """Open the graphs of a checkpoint, exporting it first if necessary. The counterpart of load_model.
+
+    `settings` come from a configuration that `resolve` returned. Raises ConfigError.
+    """
     if layout_of(read_json(settings.folder / "config.json")) is not None:
         raise ConfigError(
             "model.path", "engine.executor = onnx reads weights in 16 or 32 bits: name a checkpoint that has them"
@@ -84,7 +88,7 @@ def load_onnx_model(
     export = open_export(settings, progress)
     try:
         model = OnnxModel(export, settings)
-    except Exception as error:  # ONNX Runtime's, of which each has a class of its own
+    except Exception as error:  # ONNX Runtime's exceptions have no common class
         logger.warning("ONNX Runtime cannot read the export %s: %s", export.folder, error)
         export = open_export(settings, progress, anew=True)
         model = OnnxModel(export, settings)
@@ -93,7 +97,7 @@ def load_onnx_model(
 
 
 class Run(NamedTuple):
-    """Tokens [first, last) of a step, computed together; `columns` are of their rows alone, without draws."""
+    """Tokens [first, last) of a step that are computed together. `columns` holds their rows only, without draws."""
 
     first: int
     last: int
@@ -101,7 +105,7 @@ class Run(NamedTuple):
 
 
 def runs_of(columns: StepColumns, *, alone: bool = False) -> Iterator[Run]:
-    """Divide a step's rows into runs. `alone`: one for each row."""
+    """Divide a step's rows into runs of similar length. `alone`: one run for each row."""
     bounds, num_rows, begin = columns.query_start, len(columns.row_slot), 0
     while begin < num_rows:
         end, longest = begin, 0
@@ -126,7 +130,7 @@ def runs_of(columns: StepColumns, *, alone: bool = False) -> Iterator[Run]:
 
 
 def without_drafts(columns: StepColumns) -> StepColumns:
-    """Return the step with a row of its own for each token of the rows that verify draft tokens."""
+    """Return the step with the rows that verify draft tokens split into one row for each token."""
     verifies = np.bincount(columns.sample_rows, minlength=len(columns.row_slot)) > 1
     begins = verifies[columns.token_row]
     begins[columns.query_start[:-1]] = True
@@ -144,21 +148,21 @@ def without_drafts(columns: StepColumns) -> StepColumns:
 
 
 class Binding:
-    """One graph, its session and the addresses of its inputs and outputs."""
+    """A session of one graph, with the addresses of its inputs and outputs."""
 
     def __init__(self, session: onnxruntime.InferenceSession) -> None:
         self._session, self._io = session, session.io_binding()
 
     def input(self, name: str, tensor: torch.Tensor) -> None:
-        """Read an input from this memory, which must live until the next `run` has ended."""
+        """Bind an input to a tensor's memory, which must stay allocated until the next `run` has ended."""
         self._io.bind_input(name, *_address(tensor))
 
     def output(self, name: str, tensor: torch.Tensor) -> None:
-        """Write an output to this memory."""
+        """Bind an output to a tensor's memory."""
         self._io.bind_output(name, *_address(tensor))
 
     def run(self) -> None:
-        """Compute."""
+        """Run the graph."""
         self._session.run_with_iobinding(self._io)
 
 
@@ -170,7 +174,7 @@ def _address(tensor: torch.Tensor) -> tuple[str, int, Any, tuple[int, ...], int]
 
 
 class OnnxNorm(nn.Module):
-    """The final norm."""
+    """The final norm, computed by the graph `norm`."""
 
     def __init__(self, binding: Binding) -> None:
         super().__init__()
@@ -186,14 +190,17 @@ class OnnxNorm(nn.Module):
 
 
 class OnnxModel(DecoderModel):
-    """Token ids of a batch -> residual stream, computed by ONNX Runtime. Its layers are the family's own, without
-    weights: the KV cache is bound to their attention, and they tell sizes."""
+    """A decoder computed by ONNX Runtime.
+
+    Its layers are the family's torch modules without weights. They give the sizes, and the KV cache is bound to their
+    attention.
+    """
 
     can_be_captured = False
     plans_attention = True
 
     def __init__(self, export: Export, settings: ExecutorSettings) -> None:
-        """Raises what ONNX Runtime raises for files that it cannot read."""
+        """Open the graphs. Raises ONNX Runtime's exceptions for files that it cannot read."""
         super().__init__()
         self.config, self._device = export.config, settings.device
         sessions = {name: _session(export, name, settings) for name in GRAPHS}
@@ -227,7 +234,7 @@ class OnnxModel(DecoderModel):
         return out
 
     def _bind_cache(self) -> None:
-        """Bind cache and rotations, which stay where they are until another cache is allocated."""
+        """Bind the cache and the rotations. Their addresses change only when another cache is allocated."""
         caches = [attention.kv for attention in self._attentions]
         if len(caches) == len(self._bound) and all(map(operator.is_, caches, self._bound)):
             return
@@ -268,8 +275,10 @@ class OnnxModel(DecoderModel):
         self._body.run()
 
     def _clear(self, batch: Batch, columns: StepColumns) -> None:
-        """Clear the places of the step's tokens and what earlier requests left behind them: a key that is not seen
-        counts 0 times, which is NaN where its value is."""
+        """Zero the cache from the step's first token of each row to the end of its blocks.
+
+        A masked key has weight 0, but 0 times a NaN that an earlier request left there is NaN.
+        """
         for attention in self._attentions:
             assert attention.kv is not None  # KVCache.bind came before
             table = batch.block_tables[attention.group].tolist()
@@ -280,8 +289,11 @@ class OnnxModel(DecoderModel):
 
 
 def _keys(columns: StepColumns, table: np.ndarray, size: int, group: int, window: int | None) -> dict[str, np.ndarray]:
-    """Where the keys of a KV group are written and read. A row with fewer blocks than another has its first one in the
-    rest of its table: what is read there stands behind its last token, and is not seen."""
+    """Return the inputs of the graph that say where a KV group's keys are written and read.
+
+    The table of a row with fewer blocks than the others is filled up with its first block. The keys read there have
+    positions after the row's last token, so the mask hides them.
+    """
     written = table[columns.row_slot[columns.token_row], columns.positions // size]
     first_key = np.zeros(len(columns.row_slot), dtype=np.int64)
     if window is not None:
@@ -304,8 +316,8 @@ def _arange(count: int) -> np.ndarray:
 def _session(export: Export, name: str, settings: ExecutorSettings) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = settings.threads or torch.get_num_threads()
-    options.log_severity_level = 3  # errors: warnings are of optimizations that were not made
-    # A thread that spins between products keeps the front ends' from running where cores are few.
+    options.log_severity_level = 3  # errors only; the warnings are about optimizations that were not applied
+    # With few cores, threads that spin between products would take processor time from the front ends.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     providers: list[tuple[str, dict[str, str]]] = [(PROVIDERS["cpu"], {})]
     if settings.device.type == "cuda":
@@ -313,8 +325,8 @@ def _session(export: Export, name: str, settings: ExecutorSettings) -> onnxrunti
         on_card = {
             "device_id": str(settings.device.index or 0),
             "arena_extend_strategy": GROW,
-            "use_tf32": "0",  # its default is 1, which keeps 10 bits of each factor
-            "user_compute_stream": str(stream),  # a run begins when what torch launched before it has ended
+            "use_tf32": "0",  # the default is 1, which keeps 10 bits of each factor's mantissa
+            "user_compute_stream": str(stream),  # torch's stream, so that a run begins after torch's earlier kernels
         }
         providers.insert(0, (PROVIDERS["cuda"], on_card))
     return onnxruntime.InferenceSession(str(export.graph(name)), options, providers=providers)

@@ -1,9 +1,11 @@
-"""The Communicator of layers/parallel.py: kernels of our own between two GPUs that reach each other's memory, else
-torch.distributed, which is NCCL between CUDA devices and gloo between CPU processes.
+"""TorchCommunicator: sums and gathers over the ranks of tensor parallelism (the Communicator of layers/parallel.py).
 
-Ranks meet through a file in memory that they inherit, so nothing listens and nothing is left behind on the disk. All
-of them are on this host: connections are made over its loopback interface. NVLink multicast (NVLS) stays off unless
-NCCL_NVLS_ENABLE says otherwise.
+Two GPUs that can access each other's memory use kernels of this project. All else uses torch.distributed: NCCL between
+CUDA devices, gloo between CPU processes.
+
+Ranks find each other through an inherited file in memory, so no port is opened and no file is left on the disk. All
+ranks are on this host and connect over its loopback interface. NVLink multicast (NVLS) is off unless NCCL_NVLS_ENABLE
+is set.
 """
 
 from __future__ import annotations
@@ -22,26 +24,24 @@ from inferengine.kernels.reference.ops import add_rms_norm
 
 logger = logging.getLogger(__name__)
 
-WAIT = timedelta(
-    minutes=30
-)  # for another rank in a collective: it may be compiling; one that is lost is seen elsewhere
-_gather_into: Any = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # its name before torch 2.12
+# How long a collective waits for another rank, which may be compiling. A lost rank is detected elsewhere (ranks.py).
+WAIT = timedelta(minutes=30)
+# `all_gather_into_tensor` is its name before torch 2.12.
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-
-PEER_RANKS = (2,)  # numbers of ranks whose sums through peer memory were measured: they take less time than NCCL's
-PACKET_BYTES = 512 << 10  # sums up to this take less time in packets than as whole rows with flags
-PACKET_ROWS = (64, 32, 16)  # most rows in packets: where other kernels change too, so that warm-up compiles both
-TEST_ROWS = 1024  # of the largest sum in the test at the start
-TEST_LOOKS = 1 << 24  # of a wait in it: seconds
+PEER_RANKS = (2,)  # numbers of ranks for which sums through peer memory were measured to be faster than NCCL's
+PACKET_BYTES = 512 << 10  # sums of at most this size are faster in packets than as whole rows with flags
+# Possible limits of rows in packets. Other kernels change at these numbers too, so that warm-up compiles both ways.
+PACKET_ROWS = (64, 32, 16)
+TEST_ROWS = 1024  # rows of the largest sum in the test at the start
+TEST_LOOKS = 1 << 24  # polls before a wait in that test gives up; some seconds
 
 
 class TorchCommunicator:
-    """Implements layers/parallel.py's Communicator. One of a process at a time."""
+    """Implements the Communicator of layers/parallel.py. A process has at most one at a time."""
 
     def __init__(self, store: str, rank: int, size: int, device: torch.device) -> None:
-        """`store`: path of a file that all ranks can open. Waits for the other ranks."""
+        """Connect to the other ranks, and wait for them. `store`: path of a file that all ranks can open."""
         self.rank, self.size = rank, size
         self._sums: PeerSums | None = None
         connect_on_this_host()
@@ -59,8 +59,11 @@ class TorchCommunicator:
         )
 
     def expect_rows(self, row_bytes: int, num_rows: int) -> None:
-        """Prepare for sums of up to `num_rows` rows of at most `row_bytes`: where the ranks reach each other's memory,
-        each gives some to the others. Else, and for larger sums, NCCL is used. All ranks call it."""
+        """Prepare for sums of up to `num_rows` rows of at most `row_bytes` bytes. All ranks must call it.
+
+        If the ranks can access each other's memory, each allocates a buffer for the others. Otherwise, and for larger
+        sums, NCCL is used.
+        """
         if self._sums is not None:
             self._sums.close()
             self._sums = None
@@ -85,18 +88,18 @@ class TorchCommunicator:
         logger.warning("sums over the ranks are computed by NCCL: %s", reason or "another rank has no peer memory")
 
     def all_agree(self, agrees: bool) -> bool:
-        """Whether all ranks say so. All ranks call it."""
+        """Return whether `agrees` is true on all ranks. All ranks must call it."""
         found = torch.tensor([agrees], dtype=torch.int32, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         return bool(found.item())
 
     @property
     def lost(self) -> str | None:
-        """Which rank a sum has waited for in vain; None: that has not happened."""
+        """Names the rank that a sum waited for without success; None if that has not happened."""
         return None if self._sums is None else self._sums.lost
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace x by its sum over the ranks, in place, and return it: the same bits on all."""
+        """Replace x by its sum over the ranks, in place, and return it. The result has the same bits on all ranks."""
         if self._sums is not None and self._sums.exchange.fits(x):
             return self._sums.exchange.all_reduce(x, by_packets=goes_in_packets(x))
         dist.all_reduce(x)
@@ -105,8 +108,10 @@ class TorchCommunicator:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float
     ) -> torch.Tensor | None:
-        """residual += the sum of x over the ranks, and return the RMS norm of that; None, and nothing is done, where no
-        kernel does it at once."""
+        """Add the sum of x over the ranks to `residual`, in place, and return the RMS norm of the result.
+
+        Does nothing and returns None if no fused kernel exists for the shapes.
+        """
         if self._sums is None or not self._sums.exchange.fits(x) or not self._sums.exchange.fits(residual):
             return None
         return self._sums.exchange.add_rms_norm(x, residual, gain, eps, by_packets=goes_in_packets(x))
@@ -118,14 +123,14 @@ class TorchCommunicator:
         return out.view(self.size, *x.shape)
 
     def abort(self) -> None:
-        """End what is under way: another rank is lost. From any thread; it may block."""
+        """Abort running collectives because another rank is lost. May be called from any thread; may block."""
         if self._sums is not None:
             self._sums.stop()
         with suppress(Exception):
             dist.distributed_c10d._abort_process_group()
 
     def close(self) -> None:
-        """Leave. All ranks do, with nothing under way."""
+        """Disconnect. All ranks must call it, with no collective running."""
         if self._sums is not None:
             self._sums.close()
             self._sums = None
@@ -134,11 +139,13 @@ class TorchCommunicator:
 
 
 class PeerSums:
-    """Sums over the ranks through memory that each gives the others (kernels/cuda/peers/all_reduce.py)."""
+    """Sums over the ranks through buffers that every rank can write to (kernels/cuda/peers/all_reduce.py)."""
 
     def __init__(self, communicator: TorchCommunicator, row_bytes: int, num_rows: int) -> None:
-        """All ranks construct it together. Raises RuntimeError, on all of them, where one does not reach another's
-        memory."""
+        """Allocate and exchange the buffers. All ranks must construct it together.
+
+        Raises RuntimeError on all ranks if one of them cannot access another's memory.
+        """
         from inferengine.kernels.cuda.peers.all_reduce import PeerExchange  # an engine on a CPU starts without triton
 
         self._communicator, self._device = communicator, communicator.device
@@ -152,7 +159,8 @@ class PeerSums:
         except OSError as error:
             reason = str(error)
         sent = torch.frombuffer(bytearray(handle), dtype=torch.uint8).to(self._device)
-        handles = [bytes(found) for found in communicator.all_gather(sent).tolist()]  # after all have zeroed theirs
+        # When the gather returns, all ranks have zeroed their buffers.
+        handles = [bytes(found) for found in communicator.all_gather(sent).tolist()]
         addresses = []
         try:
             for peer in range(size if self._memory is not None else 0):
@@ -173,18 +181,20 @@ class PeerSums:
 
     @property
     def lost(self) -> str | None:
-        """Which rank a sum has waited for in vain; None: that has not happened."""
+        """Names the rank that a sum waited for without success; None if that has not happened."""
         found = int(self._seen[0])
         return f"rank {found - 1} did not take part in a sum" if found else None
 
     def stop(self) -> None:
-        """End the waits of this device. From any thread."""
+        """End all waits of this device. May be called from any thread."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._side):
             self._stop.copy_(self._one, non_blocking=True)
 
     def differs_from_nccl(self) -> str:
-        """Compare sums of whole numbers, which are exact in any order, with NCCL's. Returns what differs; empty:
-        nothing does."""
+        """Compare sums of integers, which are exact in any order, with NCCL's.
+
+        Returns what differs; an empty string if nothing does.
+        """
         communicator, exchange = self._communicator, self.exchange
         generator, differing = torch.Generator().manual_seed(17 + communicator.rank), list[str]()
         width = self.shape.row_words * WORD // torch.bfloat16.itemsize
@@ -208,19 +218,19 @@ class PeerSums:
         return ", ".join(differing)
 
     def close(self) -> None:
-        """Free the memory. All ranks do, with nothing under way."""
+        """Free the memory. All ranks must call it, with no sum running."""
         torch.cuda.synchronize(self._device)
         if self._memory is not None:
             self._memory.close()
 
 
 def packet_rows(row_bytes: int) -> int:
-    """Return up to how many rows a sum is sent in packets, the faster way for few rows."""
+    """Return the largest number of rows for which a sum is sent in packets."""
     return next((rows for rows in PACKET_ROWS if rows * row_bytes <= PACKET_BYTES), 0)
 
 
 def goes_in_packets(x: torch.Tensor) -> bool:
-    """Whether a sum of [T, E] is sent in packets."""
+    """Return whether a sum of x [T, E] is sent in packets."""
     return x.shape[0] <= packet_rows(x.shape[1] * x.itemsize)
 
 

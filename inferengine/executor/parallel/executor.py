@@ -1,11 +1,11 @@
-"""ParallelExecutor: core.executor.Executor over several ranks, of which this process is the first.
+"""ParallelExecutor: a core.executor.Executor over several ranks; this process is rank 0.
 
-Every rank gets every plan and runs the same steps on its part of the model (executor/parallel/worker.py). All have the
-logits of all tokens and draw from them as a function of seed and position, so all write the same tokens to their slots,
-and no result has to travel. Only masks and adapters are sent on.
+Every rank gets every plan and runs the same steps on its part of the model (executor/parallel/worker.py). All ranks
+have the logits of all tokens and draw from them as a function of seed and position. So all write the same tokens to
+their slots, and no result has to be sent. Only plans, masks and adapters are sent to the other ranks.
 
-A step that fails on one rank leaves the others in the middle of an exchange: then all ranks are lost, and the engine
-restarts. Errors that a plan makes on every rank alike, before anything is computed, end their request alone.
+A step that fails on one rank leaves the others in the middle of a collective. Then all ranks are lost, and the engine
+restarts. An error that a plan causes on every rank alike, before anything is computed, ends its request only.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from inferengine.lora.bank import AdapterFolder
 
 
 class ParallelExecutor:
-    """Rank 0 and its other ranks as one executor."""
+    """Rank 0 and the other ranks as one executor."""
 
     def __init__(
         self, config: Config, settings: ExecutorSettings, ranks: Ranks, communicator: TorchCommunicator | None = None
     ) -> None:
-        """`settings` are those of `config`. `communicator`: where the ranks have met before, for another model."""
+        """`settings` are those of `config`. `communicator`: that of an earlier model, whose ranks are used again."""
         self.ranks = ranks
         self.ranks.send(CONFIGURE + msgspec.msgpack.encode(config.resolved()))
         self.communicator = communicator or TorchCommunicator(ranks.store, 0, ranks.size, settings.device)
@@ -56,11 +56,11 @@ class ParallelExecutor:
         self.max_in_flight = self.local.max_in_flight
         self.adapters: ParallelAdapters | None = None
 
-    # -- what the engine looks for -----------------------------------------------------------------------------------
+    # -- attributes that the engine reads ----------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """This rank's."""
+        """This rank's device."""
         return self.local.device
 
     @property
@@ -79,7 +79,7 @@ class ParallelExecutor:
         return self.local.compilations
 
     def roofline(self) -> Roofline | None:
-        """Return the least work of this rank's device."""
+        """Return the roofline model of this rank's device."""
         return self.local.roofline()
 
     def recorder(self) -> StepRecorder:
@@ -87,7 +87,7 @@ class ParallelExecutor:
         return self.local.recorder()
 
     def on_lost(self, function: Callable[[BaseException], None]) -> None:
-        """Have `function` called once, from another thread, when a rank is lost: a step under way may never end."""
+        """Call `function` once, from another thread, when a rank is lost. A running step may then never end."""
 
         def lost(reason: str) -> None:
             function(DeviceLost(reason))
@@ -107,7 +107,7 @@ class ParallelExecutor:
         return capacity
 
     def warm_up(self, progress: Progress) -> None:
-        """Warm all ranks up. From now on their silence counts."""
+        """Warm all ranks up. From then on a rank that is silent counts as lost."""
         self.ranks.send(WARM_UP)
         self._together(lambda: self.local.warm_up(progress))
         self.ranks.serving = True
@@ -131,14 +131,14 @@ class ParallelExecutor:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def execute(self, plan: StepPlan) -> ParallelDraws:
-        """Launch one step on all ranks. Raises DeviceLost where a rank is lost."""
+        """Launch one step on all ranks. Raises DeviceLost if a rank is lost."""
         if self.ranks.lost is not None:
             raise DeviceLost(self.ranks.lost)
         self.ranks.send(STEP + encode_plan(plan))
         return ParallelDraws(self._together(lambda: self.local.execute(plan)), self)
 
     def _together(self, work: Callable[[], Any]) -> Any:
-        """Do this rank's part of what all of them do. An error leaves the ranks out of step: raises DeviceLost."""
+        """Do this rank's part of common work. Raises DeviceLost after an error, because the ranks are out of step."""
         try:
             return work()
         except InferEngineError:
@@ -162,13 +162,13 @@ def build_parallel_executor(config: Config) -> ParallelExecutor:
 
 
 class ParallelDraws:
-    """Implements core.executor.StepFuture by the draws of this rank."""
+    """Implements core.executor.StepFuture with the draws of this rank."""
 
     def __init__(self, draws: StepDraws, executor: ParallelExecutor) -> None:
         self._draws, self._executor = draws, executor
 
     def done(self) -> bool:
-        """Whether `result` would not wait."""
+        """Return whether `result` would return at once."""
         return self._draws.done()
 
     def provide_masks(self, words: bytearray) -> None:

@@ -1,9 +1,9 @@
-"""Ranks: the processes beside rank 0. Starts them, tells them what to do and finds those that are lost.
+"""Ranks: the processes of ranks 1 and up. Starts them, sends them commands and detects those that are lost.
 
-Each is a child of this process, in a process group of its own: a terminal's Ctrl-C does not reach it. It ends when its
-connection closes and, should it hang, with this process (PR_SET_PDEATHSIG). A rank that ends is seen at once; one that
-hangs sends no more signs of life, and counts as lost after SILENT_S. Before a rank has warmed up only its end counts:
-loading libraries and compiling may keep its interpreter for longer.
+Each is a child of this process in a process group of its own, so a terminal's Ctrl-C does not reach it. It ends when
+its connection closes and, if it hangs, with this process (PR_SET_PDEATHSIG). A rank that ends is noticed at once. A
+rank that hangs sends no heartbeats, and counts as lost after SILENT_S. Before warm-up is over silence does not count,
+because loading libraries and compiling may block a rank's interpreter for longer.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ CONFIGURE = b"C"  # the configuration by section
 LOAD = b"L"
 WARM_UP = b"W"
 STEP = b"S"  # a StepPlan
-MASKS = b"M"  # of the step before
+MASKS = b"M"  # masks of the latest step
 ADD_ADAPTER = b"A"  # the name of its folder
 REMOVE_ADAPTER = b"R"  # its number
 CLOSE = b"X"  # drop the model
 # From a rank.
 BEAT = b"B"
-FAILED = b"F"  # why: its last message
+FAILED = b"F"  # the reason; a rank's last message
 
-BEAT_S = 0.5  # between two signs of life
+BEAT_S = 0.5  # between two heartbeats
 SILENT_S = 3.5
-LEAVE_S = 3.0  # for the ranks to end by themselves
-EXPLAIN_S = 1.0  # for the message of a rank that fails, when rank 0 has already noticed
-LOADING_S = 2.0  # for rank 0 to fail by itself, with an error of its own: most errors of loading are those of all ranks
+LEAVE_S = 3.0  # how long the ranks may take to end by themselves
+EXPLAIN_S = 1.0  # how long rank 0 waits for another rank's message after an error of its own
+LOADING_S = 2.0  # how long to wait for rank 0's own, clearer error: most loading errors happen on all ranks
 
 
 class Ranks:
     """The processes of ranks 1 to `size` - 1. `send` belongs to one thread; `on_lost` is called once, in another."""
 
     def __init__(self, size: int) -> None:
-        """Start the processes: they import torch meanwhile."""
+        """Start the processes. They import torch in the background."""
         self.size = size
-        self.lost: str | None = None  # why the ranks cannot go on
-        self.serving = False  # silence counts
+        self.lost: str | None = None  # why the ranks are lost; None: they are not
+        self.serving = False  # whether a silent rank counts as lost
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._lost = threading.Event()
         self._closing = False
-        self._busy = False  # they have been told to do something
+        self._busy = False  # whether any command was sent
         self._store = os.memfd_create("ranks")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
@@ -80,7 +80,7 @@ class Ranks:
 
     @property
     def store(self) -> str:
-        """Path of the file through which the ranks meet: the same in all of them."""
+        """Path of the file through which the ranks find each other; the same in all of them."""
         return f"/proc/self/fd/{self._store}"
 
     @property
@@ -89,24 +89,24 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def send(self, message: bytes) -> None:
-        """Tell all of them. One that is lost is found by the watcher."""
+        """Send a message to all ranks. A lost rank is ignored here; the watcher detects it."""
         self._busy = True
         for connection in self._connections:
             with suppress(OSError):
                 connection.send_bytes(message)
 
     def explain(self) -> str | None:
-        """Why the ranks are lost, after an error of rank 0 that may come from that; None: they are not."""
+        """Return why the ranks are lost, or None. For an error of rank 0 that another rank may have caused."""
         self._lost.wait(EXPLAIN_S)
         return self.lost
 
     def close(self) -> None:
-        """End them. Any number of times."""
+        """End the processes. May be called repeatedly."""
         self._closing = True
         for connection in self._connections:
             with suppress(OSError):
                 connection.close()
-        self._end(LEAVE_S if self._busy else 0.0)  # one that still imports torch has nothing to lose
+        self._end(LEAVE_S if self._busy else 0.0)  # a process that still imports torch can be killed
         if self._store >= 0:
             os.close(self._store)
             self._store = -1
@@ -141,7 +141,7 @@ class Ranks:
                 seen_s = dict.fromkeys(self._connections, now)
             was_serving = self.serving
             for index, connection in enumerate(self._connections):
-                seen_s[connection] += paused_s  # this process did not run either
+                seen_s[connection] += paused_s  # do not count time in which this process did not run either
                 if now - seen_s[connection] > SILENT_S:
                     self._lose(f"rank {1 + index} gave no sign of life for {SILENT_S:g} s")
                     return
@@ -169,5 +169,5 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
         for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):  # killed, and still in a driver's call
+            with suppress(subprocess.TimeoutExpired):  # killed, but still inside a call of the driver
                 process.wait(LEAVE_S)

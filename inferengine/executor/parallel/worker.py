@@ -1,7 +1,7 @@
-"""The process of one rank beside rank 0: `python -m inferengine.executor.parallel.worker RANK SIZE DESCRIPTOR PARENT`.
+"""The process of one rank above 0: `python -m inferengine.executor.parallel.worker RANK SIZE DESCRIPTOR PARENT`.
 
-It does what rank 0 says, in the same order as rank 0 does it: the same executor with the same plans, on its own part
-of the model. It ends when its connection closes. Signals to stop are for rank 0, which finishes what runs first.
+It executes rank 0's commands in order: the same executor with the same plans, on its own part of the model. It ends
+when its connection closes. It ignores signals to stop, because rank 0 first finishes what runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from inferengine.executor.sampler import StepDraws
     from inferengine.executor.torch_executor import TorchExecutor
 
-MOST_BEHIND = 2  # steps whose results are not there yet: rank 0 has no more under way
+MOST_BEHIND = 2  # most steps without a result; rank 0 never has more
 
 
 def main(rank: int, size: int, descriptor: int, parent: int) -> NoReturn:
@@ -65,8 +65,8 @@ def main(rank: int, size: int, descriptor: int, parent: int) -> NoReturn:
         try:
             say(FAILED + f"{type(error).__name__}: {error}"[:2000].encode())
         except OSError:
-            code = 0  # an error of the end of rank 0
-    os._exit(code)  # without waiting for the device
+            code = 0  # rank 0 has gone, so the error is a consequence of that
+    os._exit(code)  # does not wait for the device, unlike sys.exit
 
 
 class _Worker:
@@ -78,17 +78,17 @@ class _Worker:
         self.under_way: deque[StepDraws] = deque()
 
     def run(self, say: object) -> None:
-        """Do what rank 0 says."""
+        """Execute rank 0's commands until the connection closes."""
         assert callable(say)
         threading.Thread(target=_beat, args=(say,), name="inferengine-beat", daemon=True).start()
-        import inferengine.executor.torch_executor  # noqa: F401  # seconds: while rank 0 does the same
+        import inferengine.executor.torch_executor  # noqa: F401  # takes seconds; rank 0 does it meanwhile
 
         while True:
             message = self.connection.recv_bytes()
             self.obey(message[:1], message[1:])
 
     def obey(self, kind: bytes, payload: bytes) -> None:
-        """Do one thing."""
+        """Execute one command."""
         if kind == JOIN:
             self.store = payload.decode()
             return
@@ -117,7 +117,7 @@ class _Worker:
             self.executor = None
 
     def configure(self, payload: bytes) -> None:
-        """Make an executor that has not loaded anything yet."""
+        """Create the executor, which has not loaded a model yet."""
         from inferengine.config import Config
         from inferengine.executor.parallel.communicator import TorchCommunicator
         from inferengine.executor.settings import executor_settings
@@ -132,7 +132,7 @@ class _Worker:
         self.executor = TorchExecutor(settings, self.communicator)
 
     def step(self, executor: TorchExecutor, payload: bytes) -> None:
-        """Launch a step. Nobody wants its result: rank 0 draws the same tokens."""
+        """Launch a step. Its result is not sent, because rank 0 draws the same tokens."""
         from inferengine.errors import InferEngineError
 
         plan = decode_plan(payload)
@@ -151,7 +151,7 @@ def _no_progress(phase: str, share: float) -> None:
 
 
 def _beat(say: object) -> None:
-    """Show that this process runs, for as long as the connection lasts."""
+    """Send heartbeats until the connection closes."""
     assert callable(say)
     pause = threading.Event()
     try:

@@ -1,7 +1,7 @@
-"""ExecutorServer: lends the executor of this process to one engine at a time, over gRPC (executor.proto).
+"""ExecutorServer: serves the executor of this process to one engine at a time, over gRPC (executor.proto).
 
-All of the executor's work is done by one thread. The model stays loaded when an engine leaves: the next one begins with
-empty slots and blocks of its own, as an engine does that was started again.
+One thread does all of the executor's work. The model stays loaded when an engine disconnects. The next engine begins
+with empty slots and blocks, like an engine that was restarted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from inferengine.executor.remote.remote_executor import read_file, read_pair
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.0002  # between two looks at a step that the device computes
+LOOK_S = 0.0002  # between checks of whether the device has computed a step
 MAX_CALLS = 8
 STOP_S = 5.0
 
@@ -35,14 +35,14 @@ Reply = Callable[[bytes | None], None]
 
 
 class _OpenStep:
-    """A step under way."""
+    """A step that was started and not yet answered."""
 
     def __init__(self, number: int, future: StepFuture, waits_for_masks: bool) -> None:
         self.number, self.future, self.waits_for_masks = number, future, waits_for_masks
 
 
 class ExecutorServer:
-    """Start it with `start`; `lost` is set when the device is gone and this process should end."""
+    """Serves one executor. Begin with `start`. `lost` is set when the device has failed and the process should end."""
 
     def __init__(self, config: Config, build: Callable[[], Executor]) -> None:
         """Raises ConfigError for an address that may not be listened on."""
@@ -64,12 +64,12 @@ class ExecutorServer:
         self.port = self._listen()
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Begin to answer calls."""
         self._server.start()
         logger.info("the device is lent on port %d", self.port)
 
     def stop(self) -> None:
-        """Break off what runs and free the device."""
+        """Abort what runs and free the device."""
         self._server.stop(0.2).wait(STOP_S)
         if self._executor is not None:
             self._device.submit(self._executor.close).result()
@@ -90,14 +90,14 @@ class ExecutorServer:
         except RuntimeError:
             raise ConfigError("remote.listen", f"{remote.listen} cannot be bound: choose another port") from None
 
-    # -- methods, each in a thread of gRPC's -------------------------------------------------------------------------
+    # -- RPC methods; each call runs in a thread of gRPC's pool ------------------------------------------------------
 
     def _load(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         asked = payloads.plain(payloads.decode_whole(request)[0], dict[str, Any])
         if asked.get("model") != self._fingerprint:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the device serves a model of other files")
         if self._capacity is None:  # else the device's thread may be busy with another engine
-            yield from self._told(self._load_executor, context)
+            yield from self._run_with_progress(self._load_executor, context)
         executor, capacity = self._executor, self._capacity
         if executor is None or capacity is None:
             raise RuntimeError("not loaded")
@@ -114,7 +114,7 @@ class ExecutorServer:
 
     def _warm_up(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         if not self._is_warm:
-            yield from self._told(self._warm_executor, context)
+            yield from self._run_with_progress(self._warm_executor, context)
 
     def _steps(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         if not self._session.acquire(blocking=False):
@@ -146,7 +146,7 @@ class ExecutorServer:
             self._is_warm = True
 
     def _run_session(self, inbox: queue.SimpleQueue[bytes | None], reply: Reply) -> None:
-        """Run one engine's steps until its stream ends; those under way are waited for."""
+        """Run one engine's steps until its stream ends, then wait for the steps that are still running."""
         executor = self._executor
         if executor is None:
             raise RuntimeError("not loaded")
@@ -164,7 +164,7 @@ class ExecutorServer:
                 if message is None:
                     is_open = False
                     if any(step.waits_for_masks for step in steps):
-                        return  # nobody will provide them
+                        return  # the masks will never come
                 elif message:
                     self._do(executor, message, steps, reply)
                 while steps and not steps[0].waits_for_masks and (not is_open or steps[0].future.done()):
@@ -179,7 +179,7 @@ class ExecutorServer:
             try:
                 future = executor.execute(plan)
             except Exception as error:
-                while steps:  # answers come in the order of the steps
+                while steps:  # answers must be in the order of the steps
                     self._answer(steps.popleft().future, reply)
                 self._fail(error, reply)
                 return
@@ -187,7 +187,7 @@ class ExecutorServer:
         elif kind == "masks":
             number = payloads.plain(parts[0], int)
             waiting = next((step for step in steps if step.number == number and step.waits_for_masks), None)
-            if waiting is not None:  # else it failed before
+            if waiting is not None:  # else the step has failed already
                 waiting.future.provide_masks(bytearray(payloads.plain(parts[1], bytes)))
                 waiting.waits_for_masks = False
         elif kind == "flush":
@@ -207,16 +207,16 @@ class ExecutorServer:
         if is_fatal(error):
             self.lost.set()
 
-    def _told(
+    def _run_with_progress(
         self, work: Callable[[Callable[[str, float], None]], None], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        """Do some work in the device's thread, and yield its progress."""
-        told: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Do some work in the device's thread, and yield messages about its progress."""
+        messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         done: Future[None] = self._device.submit(
-            work, lambda phase, share: told.put(payloads.encode("progress", phase, float(share)))
+            work, lambda phase, share: messages.put(payloads.encode("progress", phase, float(share)))
         )
-        done.add_done_callback(lambda _: told.put(None))
-        yield from iter(told.get, None)
+        done.add_done_callback(lambda _: messages.put(None))
+        yield from iter(messages.get, None)
         error = done.exception()
         if error is not None:
             logger.error("the device cannot be used", exc_info=error)

@@ -1,4 +1,4 @@
-"""What engine and remote device tell each other: MessagePack in a BytesValue, as executor.proto says. Never pickle."""
+"""Messages between engine and remote device: MessagePack in a BytesValue (executor.proto), never pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inferengine.executor.plan_codec import encode_plan, encoder
 from inferengine.gguf.reader import SUFFIX, header_bytes
 
 SERVICE = "inferengine.v1.Executor"
-MAX_MESSAGE_BYTES = 256 * 1024 * 1024  # log-probabilities of a long prompt
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024  # enough for the log-probabilities of a long prompt
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -30,7 +30,7 @@ COMPARED_FILES = ("config.json", "tokenizer.json")
 
 
 class WireResult(NamedTuple):
-    """StepResult with the names of failures."""
+    """StepResult with failures as names, which MessagePack can hold."""
 
     token_ids: list[int]
     logprobs: dict[int, list[TokenLogprobs]] | None = None
@@ -45,41 +45,41 @@ _read_message = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
 def encode(*parts: Any) -> bytes:
-    """A message: its kind, then what belongs to it."""
+    """Encode a message. `parts`: its kind, then its contents."""
     message: bytes = BytesValue(value=encoder.encode(parts)).SerializeToString()
     return message
 
 
 def decode(message: bytes) -> tuple[str, Sequence[msgspec.Raw]]:
-    """The kind of a message and its parts, still encoded. Raises ValueError."""
+    """Return the kind of a message and its parts, which are still encoded. Raises ValueError."""
     kind, *parts = _read_message(BytesValue.FromString(message).value)
     return msgspec.msgpack.decode(kind, type=str), parts
 
 
 def decode_whole(message: bytes) -> Sequence[msgspec.Raw]:
-    """The parts of a message without a kind. Raises ValueError."""
+    """Return the parts of a message without a kind, still encoded. Raises ValueError."""
     return _read_message(BytesValue.FromString(message).value)
 
 
 def plain(part: msgspec.Raw, type: Any = Any) -> Any:
-    """Read a part of a message."""
+    """Decode a part of a message."""
     return msgspec.msgpack.decode(part, type=type)
 
 
 def encode_step(plan: StepPlan) -> bytes:
-    """The message of a step."""
+    """Encode a step's plan as a message."""
     return encode("step", msgspec.Raw(encode_plan(plan)))
 
 
 def encode_result(result: StepResult) -> bytes:
-    """The message of a result."""
+    """Encode a step's result as a message."""
     failed = result.failed_rows
     names = None if failed is None else {row: failure.name for row, failure in failed.items()}
     return encode("result", (*result[:2], names, *result[3:]))
 
 
 def read_result(part: msgspec.Raw) -> StepResult:
-    """Read the result of a step."""
+    """Decode the result of a step."""
     found = _read_result(part)
     names = found.failed_rows
     failed = None if names is None else {row: RowFailure[name] for row, name in names.items()}
@@ -89,14 +89,14 @@ def read_result(part: msgspec.Raw) -> StepResult:
 
 
 def read_capacity(value: Any) -> Capacity:
-    """Read a Capacity of a newer or older device: missing fields have their defaults."""
+    """Convert a Capacity. A field that a device of another version lacks gets its default."""
     return msgspec.convert(value, Capacity)
 
 
 def model_fingerprint(folder: Path) -> str:
-    """SHA-256 over the files that engine and device must agree about."""
+    """Return the SHA-256, in hex, of the files that must be the same for engine and device."""
     digest = hashlib.sha256()
-    if folder.suffix == SUFFIX:  # the file itself, but for its tensors
+    if folder.suffix == SUFFIX:  # a GGUF file: its header, without the tensors
         return hashlib.sha256(header_bytes(folder)).hexdigest()
     for name in COMPARED_FILES:
         path = folder / name

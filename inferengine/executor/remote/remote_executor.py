@@ -1,8 +1,9 @@
-"""RemoteExecutor: core.executor.Executor whose device is elsewhere, over gRPC.
+"""RemoteExecutor: a core.executor.Executor whose device is in another process or on another machine, over gRPC.
 
-The scheduler, the books of the KV cache and all requests are here; there are slots, blocks and the model. One stream
-carries plans there and results back. When it breaks, or a step takes longer than `remote.step_timeout_s`, the device is
-lost: the engine ends as with a device of its own, is started again, and meets the device, which is still loaded.
+The engine keeps the scheduler, the bookkeeping of the KV cache and all requests. The remote side has the slots, the
+blocks and the model. One stream carries plans to it and results back. When the stream breaks, or a step takes longer
+than `remote.step_timeout_s`, the device counts as lost: the engine ends, as with a local device, and is restarted. It
+then connects to the device again, which still has the model loaded.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RemoteStepFailed(RuntimeError):
 
 
 class RemoteDevice:
-    """What is known of the remote device, as `executor.device`."""
+    """The remote device as `executor.device`: only its type is known."""
 
     def __init__(self, type: str) -> None:
         self.type = type
@@ -49,15 +50,15 @@ class RemoteStep:
         self._step, self._future, self._provide, self._timeout_s = step, future, provide, timeout_s
 
     def done(self) -> bool:
-        """Whether `result` would not wait."""
+        """Return whether `result` would return at once."""
         return self._future.done()
 
     def provide_masks(self, words: bytearray) -> None:
-        """Send the masks after their step."""
+        """Send the masks of this step."""
         self._provide(payloads.encode("masks", self._step, bytes(words)))
 
     def result(self) -> StepResult:
-        """Wait for the step. Raises DeviceLost where the device does not answer in time."""
+        """Wait for the step. Raises DeviceLost if the device does not answer in time."""
         try:
             return self._future.result(self._timeout_s)
         except FutureTimeout:
@@ -65,7 +66,7 @@ class RemoteStep:
 
 
 class RemoteExecutor:
-    """Holds a channel to one device. `launched` and `adapters` are not told from there: it runs no adapters."""
+    """An executor on one remote device. It has no `launched` and no `adapters`: a remote device runs no adapters."""
 
     max_in_flight = 1
 
@@ -95,13 +96,13 @@ class RemoteExecutor:
         self._on_lost = function
 
     def roofline(self) -> Roofline | None:
-        """The least work of the remote device."""
+        """Return the roofline model of the remote device, or None."""
         return self._roofline
 
     # -- lifecycle ---------------------------------------------------------------------------------------------------
 
     def load(self, progress: Progress) -> Capacity:
-        """Meet the device and have it load. Raises ConfigError where it cannot be reached, or serves another model."""
+        """Connect to the device and load its model. Raises ConfigError if it is unreachable or has another model."""
         progress("waiting for the remote device", 0.0)
         remote = self._config.remote
         try:
@@ -121,7 +122,7 @@ class RemoteExecutor:
         return payloads.read_capacity(found["capacity"])
 
     def warm_up(self, progress: Progress) -> None:
-        """Have the device warm up, then open the stream of steps. Raises ConfigError where another engine has it."""
+        """Warm the device up, then open the stream of steps. Raises DeviceLost if another engine uses the device."""
         self._follow("WarmUp", payloads.encode(), progress)
         steps = self._channel.stream_stream(f"/{payloads.SERVICE}/Steps")
         self._call = steps(iter(self._outbox.get, None))
@@ -132,11 +133,11 @@ class RemoteExecutor:
         threading.Thread(target=self._read, name="inferengine-remote", daemon=True).start()
 
     def flush(self) -> None:
-        """Have the device forget what it keeps between requests."""
+        """Tell the device to drop what it keeps between requests."""
         self._outbox.put(payloads.encode("flush"))
 
     def close(self) -> None:
-        """Leave the device; it stays loaded."""
+        """Disconnect from the device, which stays loaded."""
         self._closing = True
         self._outbox.put(None)
         if self._call is not None:
@@ -156,7 +157,7 @@ class RemoteExecutor:
         return RemoteStep(plan.step, future, self._outbox.put, self._config.remote.step_timeout_s)
 
     def _read(self) -> None:
-        """In a thread of its own: settle the steps in order, until the stream breaks."""
+        """Read the results of the steps in order until the stream breaks. Runs in a thread of its own."""
         reason = "the remote device ended the stream"
         try:
             for message in self._call:
@@ -184,7 +185,7 @@ class RemoteExecutor:
         self._on_lost(lost)
 
     def _follow(self, method: str, request: bytes, progress: Progress) -> Any:
-        """Call a method that tells its progress; returns the parts of its last message that is none."""
+        """Call a method that streams its progress. Returns the parts of its final message."""
         last: Any = ()
         try:
             for message in self._channel.unary_stream(f"/{payloads.SERVICE}/{method}")(request):
@@ -199,7 +200,7 @@ class RemoteExecutor:
 
 
 def open_channel(config: Config) -> grpc.Channel:
-    """A channel as [remote] says. Raises ConfigError for files that cannot be read."""
+    """Open a channel as the section [remote] says. Raises ConfigError for files that cannot be read."""
     remote = config.remote
     if not (remote.tls_ca or remote.tls_certificate):
         return grpc.insecure_channel(remote.address, payloads.CHANNEL_OPTIONS)
@@ -209,7 +210,7 @@ def open_channel(config: Config) -> grpc.Channel:
 
 
 def read_pair(config: Config) -> tuple[bytes | None, bytes | None]:
-    """The private key and the certificate of this side; None where there are none. Raises ConfigError."""
+    """Return this side's private key and certificate; None for each if not configured. Raises ConfigError."""
     remote = config.remote
     certificate = read_file("remote.tls_certificate", remote.tls_certificate)
     key = read_file("remote.tls_key", remote.tls_key)
@@ -219,7 +220,7 @@ def read_pair(config: Config) -> tuple[bytes | None, bytes | None]:
 
 
 def read_file(key: str, path: str) -> bytes | None:
-    """The content of a file that a key names; None for an empty name. Raises ConfigError."""
+    """Return the content of the file that a configuration key names; None for an empty name. Raises ConfigError."""
     if not path:
         return None
     try:
