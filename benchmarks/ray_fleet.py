@@ -93,7 +93,7 @@ class FleetOnRay:
     def front_end(self) -> int:
         """The process of the HTTP front end."""
         assert self._served is not None
-        return next((pid for pid, words in processes(self._served.pid) if words.split()[-1] == "http"), 0)
+        return next((pid for pid, words in processes(self._served.pid) if words.split()[-1:] == ["http"]), 0)
 
     def stop(self) -> None:
         """End the front ends and the cluster."""
