@@ -349,7 +349,9 @@ class LoadBalancer:
 
     def read(self, prompt_ids: Sequence[int] | str, salt: bytes = b"", session: int | None = None) -> Prompt:
         """Return what the policy needs of a prompt, for `place`."""
-        if self._policy.wants_keys and len(self.loads.available) > 1:
+        if len(self.loads.available) <= 1:
+            return Prompt(_length(prompt_ids))  # nothing is to be chosen, and nothing to be remembered
+        if self._policy.wants_keys:
             return make_prompt(prompt_ids, salt, session)
         return Prompt(_length(prompt_ids), session=session)
 

@@ -683,6 +683,8 @@ class EnginePool:
         pooled.submission.request.fail(InferEngineError("engine_unavailable", "The engine is gone."))
 
     def _remember(self, request_id: bytes, engine: _Engine) -> None:
+        if not self._can_move:
+            return  # there is one engine for all requests
         self._engine_of[request_id] = engine
         self._engine_of.move_to_end(request_id)
         while len(self._engine_of) > REMEMBERED_REQUESTS:

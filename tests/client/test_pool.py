@@ -336,6 +336,20 @@ def test_pools_know_of_each_others_sessions_and_beginnings() -> None:
     run_with_engines(body, count=4, policy="prefix_affinity")
 
 
+def test_a_pool_of_one_engine_remembers_nothing_of_requests_that_have_ended() -> None:
+    async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
+        for seed in range(5):
+            submission = submit_in_session(pool, seed)
+            await read(submission.streams[0])
+        assert not pool._engine_of
+        assert not pool._balancer._sessions._engines
+        again = pool.attach(submission.id)
+        await again.accepted()
+        assert len((await read_ids(again.streams[0]))[0]) == 1
+
+    run_with_engines(body, count=1)
+
+
 def test_equal_prompts_go_to_one_engine() -> None:
     async def body(pool: EnginePool, engines: list[EngineProcess]) -> None:
         homes = []
