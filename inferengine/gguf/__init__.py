@@ -1,2 +1,2 @@
-"""GGUF files: read without trust (`reader`), as the configuration and tensors of a checkpoint (`checkpoint`), and as
-the files of its tokenizer (`tokenizer`). Knows nothing of torch."""
+"""GGUF files: a reader that does not trust them (`reader`), and their content in the form of a transformers checkpoint:
+configuration and tensors (`checkpoint`), tokenizer files (`tokenizer`). Needs no torch."""

@@ -1,8 +1,8 @@
-"""A GGUF file as a checkpoint of transformers: config.json made of its metadata, and its tensors under the names that
-the families of inferengine/models know.
+"""Presents a GGUF file as a transformers checkpoint: config.json from its metadata, and tensors by their usual names.
 
-llama.cpp's converters reorder the rows of q and k for architectures whose rotation it computes on neighbours, add 1 to
-Gemma's norms and store all experts of a layer as one tensor: `Source` says how each tensor is read back.
+The names are those that the families of inferengine/models read. llama.cpp's converters reorder the rows of q and k for
+architectures whose rotation works on neighbouring elements, add 1 to Gemma's norms, and store all experts of a layer as
+one tensor. `Source` says how to undo this for each tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inferengine.gguf.reader import GgufFile, TensorInfo, mapped, read_gguf, ref
 
 FLOATS = ("F32", "F16", "BF16")
 PACKED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-EXPERTS_ALONE = "MXFP4"  # whose products have kernels for it
+EXPERTS_ALONE = "MXFP4"  # read for experts only: other products have no kernels for it
 NEAREST_TYPE = {
     "Q2_K": "Q4_K_M", "Q3_K": "Q4_K_M", "IQ": "Q4_K_M", "TQ": "Q4_K_M", "MXFP4": "the model's own checkpoint in MXFP4",
     "Q8_1": "Q8_0", "Q8_K": "Q8_0",
@@ -26,8 +26,11 @@ NEAREST_TYPE = {
 
 
 class Source(NamedTuple):
-    """What a tensor of the checkpoint is made of. `number`: one of the matrices or rows that `info` holds; `heads`: its
-    rows are reordered within so many heads; `transpose`: the checkpoint stores it as [in, out]."""
+    """Where a tensor of the checkpoint comes from.
+
+    `number`: index of the matrix or row in `info`, if that holds several. `heads`: rows are reordered within so many
+    heads; 0: they are not. `transpose`: the checkpoint stores the matrix as [in, out].
+    """
 
     info: TensorInfo
     number: int | None = None
@@ -36,7 +39,7 @@ class Source(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the checkpoint has it in."""
+        """The tensor's shape in the checkpoint."""
         shape = self.info.shape if self.number is None else self.info.shape[1:]
         if self.info.name.endswith("ffn_gate_inp_shexp.weight"):  # one row, stored as a vector
             return (1, shape[-1])
@@ -44,8 +47,11 @@ class Source(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """How `general.architecture` maps to a family. `norms` replace names of LAYER; `values(reader)` are further keys of
-    config.json; `rotates_pairs`: q and k are stored reordered."""
+    """How a value of `general.architecture` maps to a family.
+
+    `layer` replaces names of LAYER. `values(metadata)` returns further keys of config.json. `rotates_pairs`: the rows
+    of q and k are stored reordered.
+    """
 
     name: str  # of the family
     model_type: str
@@ -53,12 +59,12 @@ class Architecture(NamedTuple):
     layer: Mapping[str, str] = MappingProxyType({})
     values: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
     eps: str = "rms_norm_eps"  # name of the norms' epsilon in config.json
-    partial: bool = False  # rope.dimension_count is a share of each head
+    partial: bool = False  # rope.dimension_count may be less than the size of a head
     outside: Mapping[str, str] = MappingProxyType({})  # names of tensors outside of layers
     prefix: str = "model.layers."
     transposed: tuple[str, ...] = ()  # layers whose weights the checkpoint stores as [in, out]
-    rope: Mapping[str, Any] = MappingProxyType({})  # of YaRN, which llama.cpp's metadata does not say
-    ends: tuple[str, ...] = ()  # tokens that end an answer, beside those that the metadata names
+    rope: Mapping[str, Any] = MappingProxyType({})  # settings of YaRN that llama.cpp's metadata lacks
+    ends: tuple[str, ...] = ()  # tokens that end an answer, in addition to those that the metadata names
 
 
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -102,14 +108,14 @@ BUFFERS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 
 
 class Metadata:
-    """The metadata of a file, by keys without the architecture's name before them."""
+    """The metadata of a file. Keys are given without the prefix of the architecture's name."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
         self.architecture = str(file.value("general.architecture", str, ""))
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a count; of a list, which some files have for each layer, the one that all share."""
+        """Return a count. Some files have a list with one for each layer; all its items must be the same."""
         name = f"{self.architecture}.{key}"
         found = self.file.metadata.get(name)
         if isinstance(found, list) and found and all(item == found[0] for item in found) and type(found[0]) is int:
@@ -148,7 +154,7 @@ def _some(**values: Any) -> dict[str, Any]:
 
 
 def _gemma2(metadata: Metadata) -> dict[str, Any]:
-    whole = metadata.integer("block_count") == 46  # the 27B: its head is not of the size that scores are scaled by
+    whole = metadata.integer("block_count") == 46  # the 27B scales scores by hidden size / heads, not by head size
     heads = metadata.integer("attention.head_count")
     return _some(
         query_pre_attn_scalar=metadata.integer("embedding_length") // heads if whole else metadata.head_dim,
@@ -367,7 +373,7 @@ def config_values(path: Path) -> dict[str, Any]:
 
 
 def _rope(metadata: Metadata, architecture: Architecture, head_dim: int) -> dict[str, Any]:
-    """The rotation: its base, the share of a head that turns, and how it is scaled."""
+    """Return the keys of the rotary embedding: its base, the rotated share of a head, and its scaling."""
     theta = metadata.number("rope.freq_base", 10_000.0)
     rope: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
     turning = metadata.integer("rope.dimension_count", head_dim)
@@ -384,7 +390,7 @@ def _rope(metadata: Metadata, architecture: Architecture, head_dim: int) -> dict
         rope |= {"rope_type": "longrope", "long_factor": divisors[1], "short_factor": divisors[2]}
         rope |= _some(original_max_position_embeddings=original or None)
         rope |= _some(attention_factor=metadata.number("rope.scaling.attn_factor"))
-    elif divisors[0]:  # Llama 3.1's, worked out by who converted it
+    elif divisors[0]:  # Llama 3.1's, computed by the converter
         rope |= {"rope_type": "longrope", "long_factor": divisors[0], "short_factor": divisors[0]}
         rope |= {
             "attention_factor": 1.0,
@@ -401,7 +407,7 @@ def _rope(metadata: Metadata, architecture: Architecture, head_dim: int) -> dict
         )
     elif kind not in (None, "none"):
         raise refused(metadata.file.path, f"rope.scaling.type = {kind} is not supported; none, linear and yarn are")
-    if architecture.model_type == "gemma3_text":  # whose sliding layers turn in a way of their own
+    if architecture.model_type == "gemma3_text":  # its sliding-window layers have a rotation of their own
         return _some(
             rope_theta=theta, rope_scaling=rope if rope.pop("rope_theta") and rope["rope_type"] != "default" else None
         )
@@ -409,7 +415,7 @@ def _rope(metadata: Metadata, architecture: Architecture, head_dim: int) -> dict
 
 
 def _floats(file: GgufFile, name: str) -> list[float]:
-    """The values of a short fp32 tensor; none where it is absent."""
+    """Return the values of a short fp32 tensor; an empty list if it is absent."""
     info = file.tensors.get(name)
     if info is None:
         return []
@@ -420,7 +426,7 @@ def _floats(file: GgufFile, name: str) -> list[float]:
 
 
 def eos_token_ids(file: GgufFile) -> list[int]:
-    """Return the ids that end an answer: of a text, of a turn, of a message, and those that the architecture knows."""
+    """Return the ids of tokens that end an answer: end of text, turn and message, and those of the architecture."""
     found = [file.value(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
     ends = architecture_of(file).ends
     if ends and (tokens := file.value("tokenizer.ggml.tokens", list)):
@@ -429,7 +435,7 @@ def eos_token_ids(file: GgufFile) -> list[int]:
 
 
 def _float_type(file: GgufFile) -> str:
-    """The number format to compute in: that of most matrices, bf16 where they are quantized."""
+    """Return the number format for computing: that of most matrices, or bf16 if most are quantized."""
     sizes = dict.fromkeys(("F32", "F16", "BF16", "other"), 0)
     for info in file.tensors.values():
         if len(info.shape) > 1:

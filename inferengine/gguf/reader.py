@@ -1,7 +1,7 @@
-"""Reads the header of GGUF files, version 2 and 3: metadata and the places of tensors, from a mapped file.
+"""Reads the header of GGUF files, version 2 and 3: metadata and the places of tensors, from a memory-mapped file.
 
-The file is not trusted. Every count, length and offset is compared with the size of the file before anything is made of
-it; what does not fit is a ConfigError that names the file and the remedy. Long lists are decoded when asked for.
+The file is not trusted. Every count, length and offset is checked against the size of the file before it is used. What
+does not fit raises a ConfigError that names the file and the remedy. Long lists are decoded on demand.
 
 Source: the GGUF specification (ggml-org/ggml, docs/gguf.md).
 """
@@ -26,8 +26,8 @@ VERSIONS = (2, 3)
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 MOST_DIMENSIONS = 4
 LONGEST_NAME = 1 << 16  # bytes of a key or of a tensor's name
-ALIGNMENT = 32  # of tensors, where the file does not say
-SHORT_LIST = 256  # numbers of a list that is decoded at once
+ALIGNMENT = 32  # bytes; of tensors, if the file does not name another
+SHORT_LIST = 256  # lists of at most so many numbers are decoded at once
 
 UINT8, INT8, UINT16, INT16, UINT32, INT32, FLOAT32, BOOL, STRING, LIST, UINT64, INT64, FLOAT64 = range(13)
 SCALARS = {  # struct's letter of a type; array's are the same
@@ -52,7 +52,7 @@ BLOCKS = {name: (weights, num_bytes) for name, weights, num_bytes in TYPES.value
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a file: `shape` has the rows first, as in torch; `begin` counts from the start of the file."""
+    """A tensor of a file. `shape` is in torch's order; `begin` is its offset in bytes from the start of the file."""
 
     name: str
     type: str
@@ -63,7 +63,7 @@ class TensorInfo(NamedTuple):
 
 
 class LazyList(NamedTuple):
-    """A list in the metadata that has not been decoded: the place of its first item."""
+    """A list in the metadata that is not decoded yet. `begin` is the offset of its first item."""
 
     kind: int
     length: int
@@ -72,7 +72,7 @@ class LazyList(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufFile:
-    """One model: the files of a split one together. `metadata` is the first file's."""
+    """One model, which may be split into several files. `metadata` is that of the first file."""
 
     path: Path
     files: tuple[Path, ...]
@@ -80,7 +80,7 @@ class GgufFile:
     tensors: dict[str, TensorInfo]
 
     def value(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """Return a value of the metadata, or the default where it is absent. Raises ConfigError for another type."""
+        """Return a value of the metadata, or the default if it is absent. Raises ConfigError for another type."""
         found = self.metadata.get(key)
         if found is None:
             return default
@@ -92,7 +92,7 @@ class GgufFile:
         return found
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a count. Raises ConfigError where it is absent without a default, or no count."""
+        """Return a count. Raises ConfigError if it is absent and has no default, or if it is no count."""
         found = self.value(key, int, default)
         if found is None:
             raise refused(self.path, f"its metadata has no {key}")
@@ -109,7 +109,7 @@ def refused(
 
 
 def mapped(path: Path) -> mmap.mmap:
-    """Map a file, whose pages are read when they are touched. Raises ConfigError."""
+    """Map a file into memory. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -118,7 +118,7 @@ def mapped(path: Path) -> mmap.mmap:
 
 
 def header_bytes(path: Path) -> bytes:
-    """Return what stands before the tensors of a model's first file. Raises ConfigError."""
+    """Return the bytes before the tensors of a model's first file. Raises ConfigError."""
     tensors = read_gguf(path).tensors.values()
     first = min((info.begin for info in tensors if info.file == read_gguf(path).path), default=0)
     with mapped(read_gguf(path).path) as data:
@@ -126,8 +126,10 @@ def header_bytes(path: Path) -> bytes:
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder without config.json, the first of a split one; None: it has none. Raises
-    ConfigError where several models lie there."""
+    """Return the GGUF file of a folder without config.json, of a split model the first file; None if there is none.
+
+    Raises ConfigError if the folder holds several models.
+    """
     if (folder / "config.json").is_file():
         return None
     files = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("mmproj"))
@@ -141,7 +143,7 @@ def gguf_in(folder: Path) -> Path | None:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a file, and of those it is split with. Raises ConfigError."""
+    """Read the header of a file, and of the other files of a split model. Raises ConfigError."""
     files = _parts(path)
     try:
         stats = [file.stat() for file in files]
@@ -152,7 +154,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 @lru_cache(maxsize=4)
 def _read(files: tuple[Path, ...], changed: tuple[tuple[int, int], ...]) -> GgufFile:
-    """Read the files, once for as long as none of them changes."""
+    """Read the files. `changed` (modification times and sizes) makes the cache read a changed file again."""
     metadata, tensors = _read_one(files[0])
     for file in files[1:]:
         for name, info in _read_one(file)[1].items():
@@ -166,7 +168,7 @@ def _read(files: tuple[Path, ...], changed: tuple[tuple[int, int], ...]) -> Gguf
 
 
 def _parts(path: Path) -> tuple[Path, ...]:
-    """The files of a model, which may be one of several. Raises ConfigError where one is missing."""
+    """Return all files of a model. Raises ConfigError if one of a split model is missing."""
     found = SPLIT.fullmatch(path.name)
     if found is None:
         return (path,)
@@ -207,7 +209,7 @@ def _read_one(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
 
 
 def _tensor(cursor: _Cursor) -> tuple[str, str, tuple[int, ...], int, int]:
-    """Name, type, shape, offset and bytes of the next tensor."""
+    """Read the next tensor's name, type, shape, offset and number of bytes."""
     name, dimensions = cursor.text(LONGEST_NAME), cursor.scalar(UINT32)
     if not 1 <= dimensions <= MOST_DIMENSIONS:
         raise refused(cursor.path, f"the tensor {name[:80]} has {dimensions} dimensions")
@@ -224,7 +226,7 @@ def _tensor(cursor: _Cursor) -> tuple[str, str, tuple[int, ...], int, int]:
 def _placed(
     path: Path, infos: list[tuple[str, str, tuple[int, ...], int, int]], start: int, alignment: int, size: int
 ) -> dict[str, TensorInfo]:
-    """The tensors by name, each in the file, aligned, and none over another."""
+    """Return the tensors by name. Raises ConfigError if one is outside of the file, not aligned, or over another."""
     tensors: dict[str, TensorInfo] = {}
     for name, kind, shape, offset, num_bytes in infos:
         if name in tensors:
@@ -243,7 +245,7 @@ def _placed(
 
 
 class _Cursor:
-    """A place in a mapped file. Raises ConfigError where the file ends before what is asked for."""
+    """A reading position in a mapped file. Its methods raise ConfigError if the file ends too early."""
 
     def __init__(self, data: mmap.mmap, path: Path, at: int = 0) -> None:
         self.data, self.path, self.at, self.size = data, path, at, len(data)
@@ -255,7 +257,7 @@ class _Cursor:
         return found
 
     def expect(self, count: int, each: int, what: str) -> None:
-        """Refuse a count of things of at least so many bytes that the rest of the file cannot hold."""
+        """Raise ConfigError if the rest of the file cannot hold `count` items of at least `each` bytes."""
         if count * each > self.size - self.at:
             raise refused(self.path, f"it ends before the {count} {what} that it announces")
 

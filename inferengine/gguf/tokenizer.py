@@ -1,9 +1,9 @@
-"""The tokenizer of a GGUF file as the files that a checkpoint has for it: tokenizer.json, tokenizer_config.json with
-the chat template, generation_config.json.
+"""Converts the tokenizer of a GGUF file to a checkpoint's files: tokenizer.json, tokenizer_config.json with the chat
+template, and generation_config.json.
 
-`tokenizer.ggml.model` is gpt2 (byte-level BPE with merges; `tokenizer.ggml.pre` names the rule that cuts a text before)
-or llama (SentencePiece's BPE, whose merges follow from scores). A file that carries tokenizer.json itself, in
-`tokenizer.huggingface.json`, is taken at its word.
+`tokenizer.ggml.model` is gpt2 (byte-level BPE with merges; `tokenizer.ggml.pre` names the rule that splits a text
+first) or llama (SentencePiece's BPE, whose merges follow from scores). If the file contains a tokenizer.json, under the
+key `tokenizer.huggingface.json`, that is used unchanged.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|"
 _SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-GPT2 = ""  # what ByteLevel does by itself
-DIGITS = "digits"  # each digit by itself, then as GPT-2
+GPT2 = ""  # the rule that is built into ByteLevel
+DIGITS = "digits"  # splits off each digit, then as GPT2
 THREE = f"{_WORDS}\\p{{N}}{{1,3}}{_REST}"
 ONE = f"{_WORDS}\\p{{N}}{_REST}"
 RULES = {  # by tokenizer.ggml.pre
@@ -40,7 +40,8 @@ RULES = {  # by tokenizer.ggml.pre
     "llama4": _CASED % (_ENDING, _ENDING) + r"\p{N}{1,3}" + _SLASH,
     "seed-coder": _WORDS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
 }  # fmt: skip
-WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")  # before merges; these have bos
+# A whole word that is a token is taken before merges are applied; these tokenizers also add bos.
+WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 COMPOSED = ("qwen2", "deepseek-r1-qwen", "command-r")  # normalized to NFC
 
 
@@ -60,7 +61,7 @@ def _dump(document: Any) -> bytes:
 
 
 def _given(file: GgufFile) -> bytes:
-    """tokenizer.json that the file carries; empty where it carries none."""
+    """Return the tokenizer.json that the file contains; empty if it contains none."""
     text = file.value("tokenizer.huggingface.json", str, "")
     try:
         if text and not isinstance(json.loads(text), dict):
@@ -116,7 +117,7 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **changes: Any) -> dict
 
 
 def _byte_level(file: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
-    """GPT-2's way: bytes as characters, merged in the order of the list."""
+    """Return the parts of tokenizer.json for byte-level BPE: bytes as characters, merged in the list's order."""
     name = _rule(file)
     if name not in RULES:
         known = ", ".join(RULES)
@@ -150,8 +151,11 @@ def _rule(file: GgufFile) -> str:
 
 
 def _sentence_piece(file: GgufFile, vocab: dict[str, int], types: list[int]) -> dict[str, Any]:
-    """SentencePiece's way: spaces are characters, what is not in the vocabulary is bytes, and of two neighbours those
-    merge first that make the token of the higher score."""
+    """Return the parts of tokenizer.json for SentencePiece's BPE.
+
+    Spaces are characters, and characters that are not in the vocabulary become bytes. Of neighbouring tokens the pair
+    that makes the token with the highest score is merged first.
+    """
     scores = file.value("tokenizer.ggml.scores", list)
     if not scores or len(scores) != len(vocab):
         raise refused(file.path, "its metadata has no score for each token")
@@ -175,7 +179,7 @@ def _sentence_piece(file: GgufFile, vocab: dict[str, int], types: list[int]) -> 
 
 
 def _merges(vocab: dict[str, int], scores: list[float], types: list[int]) -> list[list[str]]:
-    """Every pair of tokens that makes a token, highest score first; of one token's that with the longest left part."""
+    """Return all pairs of tokens that make a token: by descending score, then by descending length of the left part."""
     found: list[tuple[float, int, str, str]] = []
     for token, number in vocab.items():
         if types[number] not in (NORMAL, USER_DEFINED, UNUSED) or len(token) > MOST_CHARACTERS:
@@ -186,11 +190,11 @@ def _merges(vocab: dict[str, int], scores: list[float], types: list[int]) -> lis
     return [[left, right] for *_, left, right in sorted(found)]
 
 
-MOST_CHARACTERS = 1024  # of a token that is made of others: a hostile file may have one of megabytes
+MOST_CHARACTERS = 1024  # of a token that merges make; a hostile file may have one of megabytes
 
 
 def _frame(file: GgufFile, tokens: list[str], kind: str) -> dict[str, Any] | None:
-    """The special tokens before and after every text; None where there are none."""
+    """Return the post-processor that adds special tokens before and after every text; None if there are none."""
     has_bos = kind == "llama" or _rule(file) in WHOLE_WORDS_FIRST
     first = _special(file, tokens, "bos") if file.value("tokenizer.ggml.add_bos_token", bool, has_bos) else None
     last = _special(file, tokens, "eos") if file.value("tokenizer.ggml.add_eos_token", bool, False) else None
@@ -212,7 +216,7 @@ def _frame(file: GgufFile, tokens: list[str], kind: str) -> dict[str, Any] | Non
 
 
 def _special(file: GgufFile, tokens: list[str], name: str) -> str | None:
-    """A special token by its name; None where the file has none."""
+    """Return a special token by its name; None if the file has none."""
     number: int | None = file.value(f"tokenizer.ggml.{name}_token_id", int)
     if number is None:
         return None
@@ -222,7 +226,7 @@ def _special(file: GgufFile, tokens: list[str], name: str) -> str | None:
 
 
 def _config(file: GgufFile) -> dict[str, Any]:
-    """The special tokens by name, and the chat templates."""
+    """Return tokenizer_config.json: special tokens by name, and the chat template."""
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     tokens = _texts(file, "tokenizer.ggml.tokens") if "tokenizer.ggml.tokens" in file.metadata else []
     values: dict[str, Any] = {

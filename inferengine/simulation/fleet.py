@@ -1,9 +1,9 @@
-"""Fleet: engines in virtual time behind the client's balancer. One heap of events, one clock that jumps.
+"""Fleet: engines in virtual time behind the client's balancer, simulated with one heap of events.
 
-As in the service: an engine looks for new requests between its steps. STATUS reports its load to the balancer every
-250 ms; in between the balancer counts what it sent. A refused request is tried elsewhere. When an engine dies, requests
-without output move to another engine DETECTION_S later. Those with output go on elsewhere, with what they have put out,
-when the engine's lease is over or it is back; where no engine can take them then, they end with `engine_restarted`.
+As in the service, an engine takes new requests between its steps. STATUS reports its load to the balancer every 250 ms;
+in between the balancer counts what it sent. A refused request is tried at another engine. When an engine dies, requests
+without output move to another engine DETECTION_S later. Requests with output continue elsewhere, with that output, when
+the engine's lease is over or the engine is back. If no engine can take them then, they end with `engine_restarted`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from inferengine.client.load_balancing import LoadBalancer
 
 STATUS_INTERVAL_S = 0.25
-DETECTION_S = 1.0  # from an engine's death until clients send nothing there any more
-LEASE_S = 6.0  # from then until requests with output go on elsewhere: three of the wire's heartbeats
+DETECTION_S = 1.0  # from an engine's death until clients stop sending requests there
+LEASE_S = 6.0  # from an engine's death until requests with output continue elsewhere: three heartbeats of the wire
 MAX_ATTEMPTS = 3  # engines tried for one request after the first
 _GAUGE_STEPS = 64
 _PARAMS = SamplingParams(ignore_eos=True)
@@ -43,7 +43,7 @@ class Failure(NamedTuple):
 
 
 class _Interrupted(NamedTuple):
-    """What a request had when its engine died: tokens of output, and when the first came (from arrival)."""
+    """The state of a request when its engine died: output tokens, and seconds from arrival to the first of them."""
 
     num_output: int
     first_token_s: float | None
@@ -62,12 +62,12 @@ class _Host:
         self.incarnation = 0
         self.arrivals: dict[int, Arrival] = {}
         self.begun: set[int] = set()
-        self.stranded: list[Arrival] = []  # not begun when the engine died, or sent to it since
-        self.lost: list[Arrival] = []  # begun when the engine died
+        self.stranded: list[Arrival] = []  # requests without output when the engine died, or sent to it since
+        self.lost: list[Arrival] = []  # requests with output when the engine died
 
 
 class Fleet:
-    """Runs one workload to its end; the recorder gets each request's result when it ends."""
+    """Runs one workload to its end. The recorder gets the result of each request when the request ends."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Fleet:
                 continue
             sequence = sequences.get(uid)
             before = self._interrupted.get(uid)
-            # The output of a step that was under way is lost with the engine; it holds one token of each.
+            # The step that was running is lost with the engine, and with it one token of each sequence.
             num_output = arrival.num_output if sequence is None else sequence.num_output
             begun_s = before.first_token_s if before is not None else None
             if begun_s is None and sequence is not None and sequence.first_token_s is not None:
@@ -216,23 +216,23 @@ class Fleet:
         if self.balancer is not None:
             self.balancer.loads.report(host.index, 0, 0)
         self._tell_available()
-        stranded, host.stranded = host.stranded, []  # back before the clients noticed: sent again, to the new epoch
+        stranded, host.stranded = host.stranded, []  # it is back before clients noticed its death: they submit again
         for arrival in stranded:
             self.recorder.num_moved += 1
             self._dispatch(arrival, ())
         self._resume_lost(host)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- dispatch and steps ------------------------------------------------------------------------------------------
 
     def _resume_lost(self, host: _Host) -> None:
-        """Let requests go on with the output that they have."""
+        """Continue the requests that had output when the engine died."""
         lost, host.lost = host.lost, []
         for arrival in lost:
             self.recorder.num_moved += 1
             self._dispatch(arrival, ())
 
     def _dispatch(self, arrival: Arrival, refused_by: tuple[int, ...]) -> None:
-        """Send a request to the engine that the balancer names; when that refuses, to another one."""
+        """Send a request to the engine that the balancer chooses; if that engine refuses it, to another one."""
         code = "engine_unavailable" if arrival.uid not in self._interrupted else "engine_restarted"
         while len(refused_by) <= MAX_ATTEMPTS:
             index = 0
@@ -283,7 +283,7 @@ class Fleet:
         engine.stepping = True
         self._num_stepping += 1
         self._num_steps += 1
-        # Nothing can be computed though requests wait (a policy that holds back): try again soon.
+        # Without output nothing could be computed although requests wait (a policy that holds back): try again soon.
         ready_s = engine.clock.now if output is not None else self.now + 0.01
         self._plan(ready_s, _STEP, (host, host.incarnation, output))
         if self._num_steps % _GAUGE_STEPS == 0:
@@ -346,7 +346,7 @@ class Fleet:
         self.recorder.timeline.add(Sample(self.now, running, waiting, usage / len(self.hosts), tokens))
 
     def _count(self, engine: VirtualEngine) -> None:
-        """Add an engine's totals: at its death, and at the end."""
+        """Add an engine's totals, when it dies or at the end."""
         stats, kv, totals = engine.scheduler.stats, engine.scheduler.kv, self._totals
         totals["steps"] += stats.num_steps
         totals["rows"] += stats.num_scheduled_rows
@@ -361,7 +361,7 @@ class Fleet:
 
 
 def _make_balancer(num_engines: int, choice: str, seed: int) -> LoadBalancer:
-    # One engine needs no choice, and then nothing of the client is loaded: calibration runs where there is no pyzmq.
+    # Imported only for several engines: calibration, which simulates one, also runs without pyzmq.
     from inferengine.client.load_balancing import LoadBalancer
 
     names = [f"engine-{index}" for index in range(num_engines)]

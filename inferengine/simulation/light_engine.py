@@ -1,10 +1,11 @@
-"""LightEngine: an engine in virtual time for fleets of a thousand. It counts requests and parts of prompts, not tokens.
+"""LightEngine: a simplified engine in virtual time, for fleets of a thousand. It counts parts of prompts, not tokens.
 
-Steps are those of the cost model. A step with prompts is simulated by itself: chunks first come, first served under the
-token budget and, beside decodes, under the target for the time between tokens. Steps of decodes alone are taken many at
-a time, until a request ends or a new one comes. The prefix cache holds whole parts (traces.py), least recently used
-first out; a running request pins the parts of its prompt. Room for the whole output is taken at admission, so there is
-no preemption. `benchmarks.fleet --check` compares it with the engine's own scheduler (fleet.py).
+The cost model gives the duration of each step. A step with prompts is simulated by itself: chunks are taken first come,
+first served within the token budget and, beside decodes, within the target for the time between tokens. Steps that only
+decode are simulated many at once, until a request ends or a new one comes. The prefix cache holds whole parts
+(traces.py) and evicts the least recently used; a running request pins the parts of its prompt. Room for the whole
+output is reserved at admission, so there is no preemption. `inferengine simulate fleet --check` compares it with the
+engine's own scheduler (fleet.py).
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from inferengine.simulation.cost_model import StepShape
 from inferengine.simulation.traces import Part, TraceRequest
 from inferengine.simulation.virtual_engine import EngineOptions
 
-MOST_STEPS = 64  # decode steps taken at a time: the context grows meanwhile
-LEAST_CHUNK = 64  # prompt tokens of a step, whatever the target for the time between tokens
+MOST_STEPS = 64  # decode steps simulated at once; more would ignore how the context grows
+LEAST_CHUNK = 64  # prompt tokens that a step takes at least, whatever the target for the time between tokens
 
 
 class Run:
-    """A request at an engine; `chain` has what it has put out so far where it was resumed."""
+    """A request at an engine. `chain` is its prompt; for a resumed request also its output so far."""
 
     __slots__ = (
         "chain", "end_step", "first_token_s", "is_interrupted", "num_cached", "num_computed", "num_left", "num_prompt",
@@ -35,7 +36,7 @@ class Run:
         self.request = request
         self.chain: Sequence[Part] = request.chain
         self.num_prompt = request.prompt.num_tokens
-        self.num_left = request.num_output  # tokens to put out here
+        self.num_left = request.num_output  # output tokens to produce at this engine
         self.first_token_s = -1.0
         self.is_interrupted = False
         self.num_cached = 0
@@ -43,7 +44,7 @@ class Run:
         self.end_step = 0  # the engine's step that gives the last token
 
     def resume_after(self, num_steps: int) -> None:
-        """Its engine died after so many steps: what is out by then becomes part of the prompt."""
+        """Prepare it for another engine after its own died at step `num_steps`: its output so far joins the prompt."""
         self.is_interrupted = True
         num_left = max(1, self.end_step - num_steps)
         part = (mix(self.request.answer + num_left), self.num_left - num_left)
@@ -51,14 +52,14 @@ class Run:
 
 
 class StepEnd(NamedTuple):
-    """When the engine must be called next; void if its `version` has changed by then."""
+    """When the engine must be called next. Ignore it if the engine's `version` has changed by then."""
 
     time_s: float
     version: int
 
 
 class PartCache:
-    """The parts whose KV an engine holds. `capacity` in tokens, outputs under way included."""
+    """The parts whose keys and values an engine holds. `capacity` is in tokens, and includes running outputs."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -67,7 +68,7 @@ class PartCache:
         self._used = 0
 
     def num_known(self, chain: Sequence[Part]) -> int:
-        """Tokens of the longest beginning that is held."""
+        """Return the length in tokens of the longest beginning that is cached."""
         tokens = 0
         for key, num_tokens in chain:
             part = self._parts.get(key)
@@ -77,7 +78,7 @@ class PartCache:
         return tokens
 
     def computed(self, chain: Sequence[Part], begin: int, end: int) -> None:
-        """The tokens of a prompt from `begin` to `end` are computed: others may use the parts that end there."""
+        """Mark the parts of a prompt that end between tokens `begin` and `end` as computed, so that others use them."""
         tokens = 0
         for key, num_tokens in chain:
             tokens += num_tokens
@@ -87,7 +88,7 @@ class PartCache:
                 self._parts[key][2] = 1
 
     def take(self, chain: Sequence[Part], num_output: int) -> bool:
-        """Pin a prompt and take room for its output. False: there is none."""
+        """Pin a prompt's parts and reserve room for its output. Returns False if there is no room."""
         parts, free = self._parts, self._free
         needed = num_output + sum(num_tokens for key, num_tokens in chain if key not in parts)
         own = {key for key, _ in chain}
@@ -113,13 +114,13 @@ class PartCache:
         return True
 
     def give(self, chain: Sequence[Part], answer: int, num_output: int) -> None:
-        """Unpin a prompt whose output is complete: the output is a part now."""
+        """Unpin a prompt's parts after its end, and keep its output as a part."""
         if answer in self._parts:
             self._used -= num_output
         else:
             self._parts[answer] = [num_output, 0, 1]
             self._free[answer] = None
-        for key, _ in reversed(chain):  # the beginning is used by most: it goes last
+        for key, _ in reversed(chain):  # the beginning is shared by most prompts, so it is evicted last
             part = self._parts[key]
             part[1] -= 1
             if part[1] == 0:
@@ -127,14 +128,14 @@ class PartCache:
 
 
 class SharedCache(PartCache):
-    """The ideal: what any engine has begun to compute is cached at all, for good."""
+    """The cache of the ideal policy: what any engine has begun to compute counts as cached at all engines, for ever."""
 
     def __init__(self, capacity: int, known: set[int]) -> None:
         super().__init__(capacity)
         self._known = known
 
     def num_known(self, chain: Sequence[Part]) -> int:
-        """Tokens of the longest beginning that any engine has computed."""
+        """Return the length in tokens of the longest beginning that any engine has computed."""
         tokens = 0
         for key, num_tokens in chain:
             if key not in self._known:
@@ -143,21 +144,24 @@ class SharedCache(PartCache):
         return tokens
 
     def take(self, chain: Sequence[Part], num_output: int) -> bool:
-        """As PartCache's; everybody knows the parts from now on."""
+        """As PartCache.take; the parts then count as cached at all engines."""
         taken = super().take(chain, num_output)
         if taken:
             self._known.update(key for key, _ in chain)
         return taken
 
     def give(self, chain: Sequence[Part], answer: int, num_output: int) -> None:
-        """As PartCache's; everybody knows the output from now on."""
+        """As PartCache.give; the output then counts as cached at all engines."""
         super().give(chain, answer, num_output)
         self._known.add(answer)
 
 
 class LightEngine:
-    """One engine. Whoever drives it calls `submit` when a request comes and `step_end` when a StepEnd is due; both
-    return the next one, or None where nothing is to be done or the last one stands."""
+    """One engine.
+
+    The caller calls `submit` for a new request and `step_end` when a StepEnd is due. Both return the next StepEnd, or
+    None if nothing is to be done or the previous one is still valid.
+    """
 
     def __init__(self, options: EngineOptions, cache: PartCache | None = None) -> None:
         capacity, scheduler = options.capacity, options.scheduler
@@ -170,28 +174,28 @@ class LightEngine:
         self.waiting: deque[Run] = deque()
         self.waiting_tokens = 0
         self._prefilling: list[Run] = []
-        self._decoding: list[tuple[int, int, Run]] = []  # heap by the step that ends it
-        self._contexts = 0  # tokens of KV that the next decode reads
+        self._decoding: list[tuple[int, int, Run]] = []  # heap, ordered by the step that ends each run
+        self._contexts = 0  # KV tokens that the next decode step reads
         self.num_steps = 0
         self.version = 0
-        self._chunks: list[int] = []  # of the step under way, for the first of `prefilling`
-        self._leap: tuple[float, float, int] | None = None  # begin, seconds of a step, number of steps
+        self._chunks: list[int] = []  # tokens of the running step, for the first runs of `_prefilling`
+        self._leap: tuple[float, float, int] | None = None  # decode steps at once: begin, seconds of each, number
         self.is_stepping = False
         self.num_hit_tokens = self.num_prompt_tokens = 0
         self.busy_s = 0.0
-        self.ended: list[Run] = []  # since the caller took them
+        self.ended: list[Run] = []  # runs that ended since the caller last emptied the list
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self.waiting) + len(self._prefilling) + len(self._decoding)
 
     def all_runs(self) -> list[Run]:
-        """The requests that have not ended, in no certain order."""
+        """Return the requests that have not ended, in no particular order."""
         return [*self.waiting, *self._prefilling, *(item[2] for item in self._decoding)]
 
     def submit(self, run: Run, now: float) -> StepEnd | None:
-        """Queue a request. A leap over decodes ends with the step under way."""
+        """Queue a request. If several decode steps are simulated at once, only the current one is completed."""
         self.waiting.append(run)
         self.waiting_tokens += run.num_prompt
         if not self.is_stepping:
@@ -207,7 +211,7 @@ class LightEngine:
         return StepEnd(begin + done * step_s, self.version)
 
     def step_end(self, now: float) -> StepEnd | None:
-        """Account for the step (or steps) that are over, and begin the next."""
+        """Account for the step or steps that have ended, and begin the next."""
         self.is_stepping = False
         count = 1 if self._leap is None else self._leap[2]
         if self._leap is not None:
@@ -246,7 +250,7 @@ class LightEngine:
         self.ended.append(run)
 
     def _begin(self, now: float) -> StepEnd | None:
-        """Begin the next step, or the next leap over decodes."""
+        """Begin the next step, or the next series of decode steps."""
         decodes = len(self._decoding)
         if self.waiting or self._prefilling:
             tokens, pairs = self._plan_chunks(decodes)
@@ -270,8 +274,10 @@ class LightEngine:
         return StepEnd(end_s, self.version)
 
     def _plan_chunks(self, decodes: int) -> tuple[int, float]:
-        """Choose the chunks of the next step, and admit waiting requests while slots, room and budget last. Returns
-        their tokens and attention pairs."""
+        """Choose the chunks of the next step, and admit waiting requests while slots, room and budget last.
+
+        Returns the number of tokens and of attention pairs of the chunks.
+        """
         budget = self._budget - decodes
         if decodes and self._target_s and self._token_s:
             plain = self._cost.seconds(StepShape(decodes, decodes, decodes, self._contexts, 0.0))
@@ -291,7 +297,7 @@ class LightEngine:
                 break
             self.waiting.popleft()
             self.waiting_tokens -= run.num_prompt
-            run.num_cached = run.num_computed = min(num_known, run.num_prompt - 1)  # one is always computed
+            run.num_cached = run.num_computed = min(num_known, run.num_prompt - 1)  # the last token is always computed
             self.num_hit_tokens += run.num_cached
             self.num_prompt_tokens += run.num_prompt
             self._prefilling.append(run)
@@ -300,8 +306,10 @@ class LightEngine:
         return planned, pairs
 
     def _add_chunk(self, run: Run, count: int) -> float:
-        """Plan the next `count` tokens of a prompt. Returns their attention pairs. Steps run in their order, so others
-        may use what this one computes."""
+        """Plan the next `count` tokens of a prompt. Returns their attention pairs.
+
+        The tokens count as cached at once: steps run in order, so a later request may use them.
+        """
         self._chunks.append(count)
         self._cache.computed(run.chain, run.num_computed, run.num_computed + count)
         return count * (run.num_computed + 0.5 * (count + 1))

@@ -1,13 +1,13 @@
 """LightFleet: up to thousands of light engines behind the clients' balancer, in virtual time.
 
-As in the service: each front end has a balancer of its own, STATUS reports the engines' loads to all of them every
-250 ms, and in between a balancer counts what it sent. With several front ends the engines tell all of them then which
-beginnings and sessions they were sent. When an engine dies, its requests without output go elsewhere
-DETECTION_S later; those with output, with what they have put out, when the engine's lease is over or it is back.
+As in the service, each front end has a balancer of its own. STATUS reports the engines' loads to all balancers every
+250 ms; in between a balancer counts what it sent. With several front ends, each STATUS also tells all of them which
+beginnings and sessions an engine was sent. When an engine dies, its requests without output move DETECTION_S later.
+Those with output continue elsewhere when the engine's lease is over or the engine is back.
 
-`choice="ideal"` is what policies are measured against: each request goes to the engine with the fewest open requests
-(then the fewest tokens in their prompts), known exactly and at once, and whatever any engine has begun to compute is
-cached at all of them for good. No engine of it dies.
+`choice="ideal"` is the ideal policy to which the others are compared. Each request goes to the engine with the fewest
+open requests (then the fewest prompt tokens), known exactly and without delay. What any engine has begun to compute
+counts as cached at all engines for ever. No engine dies.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _ARRIVAL, _STEP, _STATUS, _FAILURE, _DETECTION, _LEASE, _RETURN = range(7)
 
 
 class Record(NamedTuple):
-    """One request that has ended."""
+    """The result of a request that has ended; times in seconds."""
 
     arrival_s: float
     first_token_s: float  # from arrival
-    token_s: float  # mean per further token
+    token_s: float  # mean time per token after the first
     total_s: float
     is_good: bool
     is_interrupted: bool  # its engine died while it ran there
 
 
 class _LightHost:
-    """An engine with its incarnation: what was planned for an earlier one is void."""
+    """An engine and the number of its incarnation. Events that were planned for an earlier incarnation are ignored."""
 
     __slots__ = ("engine", "incarnation", "index", "is_alive", "lost")
 
@@ -51,7 +51,7 @@ class _LightHost:
         self.engine = engine
         self.incarnation = 0
         self.is_alive = True
-        self.lost: list[Run] = []  # with output when it died, and waiting for its lease
+        self.lost: list[Run] = []  # requests that had output when the engine died, waiting for its lease to end
 
 
 class LightFleet:
@@ -70,8 +70,8 @@ class LightFleet:
         failures: Sequence[Failure] = (),
         seed: int = 0,
     ) -> None:
-        """`names_sessions`: requests say which session they belong to. `tells_placements`: engines tell all front ends
-        what they were sent, where there are several."""
+        """`names_sessions`: requests name their session. `tells_placements`: with several front ends, engines tell all
+        of them what they were sent."""
         self.records: list[Record] = []
         self.num_submitted = 0
         self.now = 0.0
@@ -92,7 +92,7 @@ class LightFleet:
         self._open = [0.0] * num_engines  # the ideal's exact loads
         self._events: list[tuple[float, int, int, Any]] = []
         self._sequence = 0
-        self._num_planned = 0  # turns that are still to arrive
+        self._num_planned = 0  # follow-up turns that have not arrived yet
         self._unplaced: list[Run] = []
         for failure in failures:
             self._plan(failure.time_s, _FAILURE, failure)
@@ -192,7 +192,7 @@ class LightFleet:
         for run in unplaced:
             self._dispatch(run)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- dispatch ----------------------------------------------------------------------------------------------------
 
     def _make_engine(self) -> LightEngine:
         capacity = self._options.capacity
@@ -206,7 +206,7 @@ class LightFleet:
             index = self._open.index(min(self._open))
             self._open[index] += 1.0 + 1e-6 * prompt.num_tokens
         else:
-            number = run.request.uid % len(self.balancers)  # any front end may get any turn
+            number = run.request.uid % len(self.balancers)  # turns of a session may reach different front ends
             balancer = self.balancers[number]
             if self._names_sessions:
                 prompt = prompt._replace(session=mix(run.request.session.uid))
@@ -220,7 +220,7 @@ class LightFleet:
             if isinstance(policy, CacheAware):
                 self._router_of[run.request.uid] = policy
         host = self.hosts[index]
-        if not host.is_alive:  # not noticed yet
+        if not host.is_alive:  # the balancer has not noticed its death yet
             self._left(host, run)
             self._plan(self.now + DETECTION_S, _DETECTION, (host, host.incarnation, [run]))
             return
@@ -234,7 +234,7 @@ class LightFleet:
             self._plan(end.time_s, _STEP, (host, host.incarnation, end.version))
 
     def _left(self, host: _LightHost, run: Run) -> None:
-        """A request is not at this engine any more."""
+        """Count that a request has left this engine."""
         if self._known is not None:
             self._open[host.index] -= 1.0 + 1e-6 * run.request.prompt.num_tokens
         elif (router := self._router_of.pop(run.request.uid, None)) is not None:
@@ -273,7 +273,7 @@ class LightFleet:
 def deaths(
     num_engines: int, duration_s: float, *, share_per_minute: float, restart_s: float, seed: int
 ) -> list[Failure]:
-    """Return deaths evenly spread over the run, of engines drawn at random."""
+    """Return failures of randomly drawn engines, evenly spread over the run."""
     generator = random.Random(seed)
     count = round(num_engines * share_per_minute * duration_s / 60.0)
     return [

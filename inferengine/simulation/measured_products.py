@@ -1,12 +1,12 @@
-"""Cost models of other models than the calibrated one, from the measured times of their matrix products.
+"""Cost models of models that were not calibrated, from the measured times of their matrix products.
 
-`inferengine tune` measures each product of a model on a card, by number of rows, and dispatch chooses kernels by the
-same table. Products take most of a step. So a step of a model whose products are in the table takes
+`inferengine tune` measures each product of a model on a card, for several numbers of rows. Dispatch chooses kernels by
+the same table. Products take most of a step, so a step of a model whose products are in the table is estimated as
 
     products(tokens) + size * (calibrated(tokens) - products of the calibrated model(tokens))
 
-The bracket is what the calibrated model's steps take beside their products: norms, activations, draws, gaps between
-kernels, less what a kernel's start hides behind the one before it. It grows with layers times hidden size (`size`).
+The bracket is the time of the calibrated model's steps outside of products: norms, activations, draws and gaps between
+kernels, minus the kernel starts that overlap with the kernel before. It scales with layers times hidden size (`size`).
 Reading KV scales with its bytes, and the attention of prompts with layers, heads and head size.
 """
 
@@ -30,7 +30,7 @@ from inferengine.simulation.cost_model import (
 CARD = "NVIDIA H200"
 CALIBRATED = "h200-llama-3.1-8b"
 CALIBRATED_SHAPE = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
-BYTES = 2  # of a weight and of a number of K and V: the tables used here are of 16 bits
+BYTES = 2  # of a weight, and of an element of K and V: the tables used here are for 16-bit models
 
 
 Products = Mapping[tuple[str, int, int], Curve]
@@ -39,7 +39,7 @@ The kind is LINEAR, GATED (act(gate) * up) or PARTS (with the sum into the resid
 
 
 class ProductTimes:
-    """Seconds that the products of a model take, by number of rows."""
+    """The time of a model's matrix products, by number of rows."""
 
     def __init__(self, shape: ModelShape, products: Products) -> None:
         """Raises ConfigError naming a product that was not measured."""
@@ -55,7 +55,7 @@ class ProductTimes:
         self._head = _times(products, "LINEAR", shape.vocab_size, hidden)
 
     def seconds(self, rows: float, head_rows: float) -> float:
-        """Return the time of all layers with so many rows, and of the head with `head_rows`."""
+        """Return the seconds that all layers' products take with `rows` rows, and the head's with `head_rows`."""
         return self._num_layers * sum(_at(times, rows) for times in self._layer) + _at(self._head, head_rows)
 
 
@@ -70,14 +70,17 @@ def _times(products: Products, kind: str, width: int, columns: int) -> KindCost:
 
 
 def _at(times: KindCost, rows: float) -> float:
-    """The time at a number of rows: on the line between its neighbours, in proportion beyond the last."""
+    """Return the time for a number of rows: interpolated linearly, and in proportion beyond the last point."""
     last_rows, last_s = times.curve[-1]
     return times.at(rows) if rows <= last_rows else last_s * rows / last_rows
 
 
 def tuned_profile(name: str, shape: ModelShape, products: Products, max_model_len: int = 0) -> DeviceProfile:
-    """Return the profile of a dense model of 16 bits on the card that `products` were measured on. `max_model_len` 0:
-    the calibrated model's. Raises ConfigError where a product was not measured, or the card has no room."""
+    """Return the profile of a dense 16-bit model on the card on which `products` were measured.
+
+    `max_model_len`: 0 means the calibrated model's. Raises ConfigError if a product was not measured, or if the model
+    does not fit on the card.
+    """
     known = load_profile(CALIBRATED)
     ours, theirs = ProductTimes(shape, products), ProductTimes(CALIBRATED_SHAPE, products)
     size = shape.num_layers * shape.hidden_size / (CALIBRATED_SHAPE.num_layers * CALIBRATED_SHAPE.hidden_size)
@@ -115,12 +118,12 @@ def tuned_profile(name: str, shape: ModelShape, products: Products, max_model_le
 
 
 def _kv_bytes(shape: ModelShape) -> int:
-    """Bytes of K and V of one token."""
+    """Return the bytes of one token's keys and values."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * BYTES
 
 
 def _pair_flops(shape: ModelShape) -> int:
-    """In proportion to the attention of a query to a key."""
+    """Return a number in proportion to the operations of the attention between one query and one key."""
     return shape.num_layers * shape.num_heads * shape.head_dim
 
 
@@ -130,7 +133,7 @@ def _weight_bytes(shape: ModelShape) -> int:
 
 
 def _num_blocks(shape: ModelShape, known: DeviceProfile) -> int:
-    """KV blocks in the memory that the calibrated model's weights and blocks took together."""
+    """Return how many KV blocks fit into the memory that the calibrated model's weights and blocks take together."""
     memory = _weight_bytes(CALIBRATED_SHAPE) + known.num_blocks * known.block_size * _kv_bytes(CALIBRATED_SHAPE)
     blocks = (memory - _weight_bytes(shape)) // (known.block_size * _kv_bytes(shape))
     if blocks < 1:

@@ -1,13 +1,14 @@
-"""Policies that others use, to compare with: implement `client.load_balancing.Policy`. None is offered to users.
+"""Load-balancing policies of other systems, for comparison only: they implement `client.load_balancing.Policy`.
 
 - random: any engine.
-- least_loaded: the engine with the fewest requests, by the same reports as ours.
+- least_loaded: the engine with the fewest requests, by the same reports that our policies see.
 - cache_aware: SGLang's router, after its published description (README and documentation of sgl-router, 2024 to 2026).
-  It keeps a radix tree of what it has sent to each worker. Where the workers' loads, which are its own open requests,
+  It keeps a radix tree of what it has sent to each worker, and counts its open requests at each as the load. If loads
   are unequal (the largest more than `balance_abs_threshold` above the smallest, and more than `balance_rel_threshold`
-  times it), the worker with the fewest takes the request. Else the worker with the longest matching beginning does, if
-  the match is more than `cache_threshold` of the prompt, and if not the one with the smallest tree. Defaults are its
-  own. The tree is approximated by hashes at BOUNDARIES, and never evicts: its limit is larger than these runs.
+  times it), the worker with the fewest gets the request. Otherwise it goes to the worker with the longest matching
+  beginning if the match is more than `cache_threshold` of the prompt, else to the worker with the smallest tree. The
+  defaults are SGLang's. Here the tree is approximated by hashes at BOUNDARIES. It never evicts, because the real limit
+  is larger than these runs need.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class LeastLoaded(Policy):
         self._random = generator.random
 
     def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
-        """Return the first with the fewest requests, from a random one on."""
+        """Return the candidate with the fewest requests; among equals the first after a random position."""
         begin = int(self._random() * len(candidates))
         turned = [*candidates[begin:], *candidates[:begin]]
         counts = list(map(loads.num_requests.__getitem__, turned))
@@ -67,11 +68,11 @@ class CacheAware(Policy):
         self._open: list[int] = []
 
     def ended(self, engine: int) -> None:
-        """One open request of this worker less."""
+        """Count that an open request of this worker has ended."""
         self._open[engine] -= 1
 
     def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
-        """Return the worker that the published rules name."""
+        """Return the worker that the published rules choose."""
         while len(self._open) < len(loads.num_requests):
             self._open.append(0)
             self._sizes.append(0)
@@ -97,7 +98,7 @@ class CacheAware(Policy):
         return candidates[sizes.index(min(sizes))]
 
     def _insert(self, engine: int, prompt: Prompt) -> int:
-        """Add a prompt to a worker's tree. Returns the tokens that it had."""
+        """Add a prompt to a worker's tree. Returns how many of its tokens the tree had already."""
         known, last = 0, 0
         for place, key in enumerate(prompt.keys):
             workers = self._tree.setdefault(key, {})

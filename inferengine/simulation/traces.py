@@ -1,21 +1,21 @@
-"""Traces for fleets: chat, rag, agents, batch. Seeded, and sized by the number of engines that serve them.
+"""Synthetic traces for fleets: chat, rag, agents, batch. They are seeded, and scale with the number of engines.
 
-A prompt is a chain of parts, each with a length in tokens and a key that names its content and all before it: a system
-prompt, a document, a question, an answer. Two prompts share a beginning where their chains do. So a prompt of 10,000
-tokens costs a few tuples, and a light engine's cache (light_engine.py) can hold parts instead of blocks. `arrival`
+A prompt is a chain of parts: a system prompt, a document, a question, an answer. Each part has a length in tokens and a
+key that identifies its content and all before it. Two prompts share a beginning if their chains do. So a prompt of
+10,000 tokens is a few tuples, and a light engine's cache (light_engine.py) holds parts instead of blocks. `arrival`
 writes a prompt out as token ids, for the engine's own scheduler.
 
-Lengths in tokens; lognormal by median and sigma, cut at 8 times the median; geometric numbers of turns by their mean,
-cut at 5 times it; popularity after Zipf.
+Lengths are in tokens. Lognormal lengths are given by median and sigma, and cut at 8 times the median. Geometric numbers
+of turns are given by their mean, and cut at 5 times the mean. Popularity follows Zipf's law.
 
-- chat: sessions of 4 turns (geometric), 8 s of thought between them (exponential). 40 system prompts (Zipf 1.0) of 100
+- chat: sessions of 4 turns (geometric), 8 s between them (exponential). 40 system prompts (Zipf 1.0) of 100
   to 1,500 (uniform), questions lognormal 60, 0.9, answers lognormal 220, 0.7.
 - rag: one turn. A system prompt of 400, one of 20 documents per engine (Zipf 0.9), lognormal 2,500, 0.5, a question
   lognormal 40, 0.6; answers lognormal 150, 0.6.
 - agents: sessions of 12 calls (geometric), tools answer after 2 s (exponential). 10 sets of tools (Zipf 1.0) of 3,000;
   results lognormal 400, 1.0; calls lognormal 80, 0.7.
-- batch: jobs of 200 requests that arrive at once, jobs after Poisson. A job's template is its own, lognormal 800, 0.5;
-  items lognormal 600, 0.6; answers lognormal 120, 0.5.
+- batch: jobs of 200 requests that arrive at once; jobs are a Poisson process. Each job has a template of its own,
+  lognormal 800, 0.5; items lognormal 600, 0.6; answers lognormal 120, 0.5.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TOKEN_IDS = 1 << 20
 
 @dataclass(frozen=True)
 class TraceKind:
-    """The parameters of one trace; see the module. `rate`: sessions (jobs) per second and engine."""
+    """The parameters of one trace; see the module. `rate`: sessions, or jobs, per second for each engine."""
 
     name: str
     rate: float
@@ -107,7 +107,7 @@ TRACES = {
 
 @dataclass(slots=True)
 class Session:
-    """A conversation: its prompt so far, and what is still to come."""
+    """A conversation: its prompt so far, and how many turns are left."""
 
     uid: int
     generator: random.Random
@@ -131,7 +131,7 @@ class Session:
 
 
 class TraceRequest(NamedTuple):
-    """One request. `answer` is the key of its output, a part of the prompts after it."""
+    """One request. `answer` is the key of its output, which is a part of later prompts of the session."""
 
     uid: int
     arrival_s: float
@@ -142,7 +142,7 @@ class TraceRequest(NamedTuple):
     session: Session
 
     def arrival(self) -> Arrival:
-        """The request with its prompt as token ids; its output is the token `seed`, as in `workload`."""
+        """Return the request with its prompt as token ids. Its output repeats the token `seed`, as in `workload`."""
         prompt_ids = array("I")
         for key, num_tokens in self.chain:
             if key & 1:  # an answer
@@ -158,12 +158,12 @@ def _seed(answer: int) -> int:
 
 
 class Trace:
-    """The requests of a trace. `arrivals` gives first turns in order of time, `follow_up` the turn after an answer."""
+    """The requests of a trace. `arrivals` yields first turns in order of time, `follow_up` returns the next turn."""
 
     def __init__(
         self, kind: TraceKind, *, num_engines: int, duration_s: float, load: float = 1.0, seed: int = 0
     ) -> None:
-        """Sessions begin for `duration_s`, at `load` times the kind's rate for each of `num_engines`."""
+        """Sessions begin during `duration_s` seconds, at `load` times the kind's rate for each of `num_engines`."""
         self.kind = kind
         self.duration_s = duration_s
         self._rate = kind.rate * load * num_engines
@@ -193,7 +193,9 @@ class Trace:
                     session.add(*self._systems[_draw(self._system_weights, generator)])
                 if self._documents:
                     key, num_tokens = self._documents[_draw(self._document_weights, generator)]
-                    session.add(mix(session.hash ^ key) & ~1, num_tokens)  # its KV depends on what is before it
+                    session.add(
+                        mix(session.hash ^ key) & ~1, num_tokens
+                    )  # its keys and values depend on the tokens before it
                 if template is not None:
                     session.add(*template)
                 yield self._ask(session, time_s)
@@ -227,7 +229,7 @@ class Trace:
         return min(number, round(5 * mean))
 
     def _key(self, what: int, number: int) -> int:
-        """An even number that names a part."""
+        """Return an even number that identifies a part; answers have odd ones."""
         return mix((self._seed << 56 | what << 48) + number & _MASK) & ~1
 
 
@@ -257,7 +259,7 @@ def _lognormal(generator: random.Random, median: float, sigma: float) -> int:
 
 
 def _zipf(count: int, exponent: float) -> list[float]:
-    """Cumulative weights, the last of which is 1."""
+    """Return the cumulative weights of a Zipf distribution; the last one is 1."""
     weights = [1.0 / (rank + 1) ** exponent for rank in range(count)]
     total = sum(weights)
     return [weight / total for weight in accumulate(weights)]
