@@ -39,6 +39,8 @@ REFUSED = ("prompt_logprobs", "bad_words_ids")  # /v1/completions has no field f
 OPENAI_GRAMMARS = ("json_schema", "json_object")
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 ID_PREFIX = "token_id:"
+LONGEST_ID = 10  # digits of a token id
+OUTSIDE = "The upstream's tokens are outside the vocabulary: model.path names another model."
 BYTE_TOKENS = {byte: character for character, byte in BYTE_CHARACTERS.items()}
 CODES_BY_STATUS = {
     413: "request_too_large",
@@ -184,15 +186,22 @@ class EventReader:
     """Splits a body of Server-Sent Events and decodes the JSON of each. Comments and other fields are skipped."""
 
     def __init__(self) -> None:
-        self._pending = b""
+        self._pending: list[bytes] = []  # of a line that has not ended: joined once, however many pieces it has
+        self._num_pending = 0
         self.is_done = False  # [DONE] has come
         self.has_reason = False  # a finish reason has come: no output follows, [DONE] or not
 
     def push(self, data: bytes) -> Iterator[CompletionEvent]:
         """Yield the events that `data` completes. Raises InferEngineError for data that is no completion event."""
-        *lines, self._pending = (self._pending + data).split(b"\n")
-        if len(self._pending) > MAX_EVENT_BYTES:
+        end = data.rfind(b"\n")
+        self._num_pending = self._num_pending + len(data) if end < 0 else len(data) - end - 1
+        if self._num_pending > MAX_EVENT_BYTES:
             raise InferEngineError("engine_error", "The upstream sent an event that is too large.")
+        if end < 0:
+            self._pending.append(data)
+            return
+        lines = b"".join((*self._pending, data[:end])).split(b"\n")
+        self._pending = [data[end + 1 :]]
         for line in lines:
             if not line.startswith(b"data:"):
                 continue
@@ -209,8 +218,11 @@ class EventReader:
             yield event
 
 
-def read_logprobs(found: Logprobs | None, token_ids: SequenceOf[int], num_top: int) -> list[TokenLogprobs]:
-    """Return the log-probabilities of these tokens. Raises InferEngineError if a token has none.
+def read_logprobs(
+    found: Logprobs | None, token_ids: SequenceOf[int], num_top: int, vocab_size: int
+) -> list[TokenLogprobs]:
+    """Return the log-probabilities of these tokens. Raises InferEngineError if a token has none, or if an alternative
+    is not in the vocabulary.
 
     An upstream reports no ranks, so the rank of a token is its place among the alternatives that were reported.
     """
@@ -221,7 +233,7 @@ def read_logprobs(found: Logprobs | None, token_ids: SequenceOf[int], num_top: i
         own = found.token_logprobs[place]
         told = (found.top_logprobs or [])[place : place + 1]
         others = sorted(
-            ((_token_id(token), value) for token, value in (told[0] if told and told[0] else {}).items()),
+            ((_token_id(token, vocab_size), value) for token, value in (told[0] if told and told[0] else {}).items()),
             key=lambda item: (-item[1], item[0]),
         )
         logprob = -9999.0 if own is None else own
@@ -234,11 +246,13 @@ def read_logprobs(found: Logprobs | None, token_ids: SequenceOf[int], num_top: i
     return rows
 
 
-def _token_id(token: str) -> int:
+def _token_id(token: str, vocab_size: int) -> int:
     number = token.removeprefix(ID_PREFIX)
-    if not token.startswith(ID_PREFIX) or not number.isdigit():
+    if not token.startswith(ID_PREFIX) or not number.isdecimal() or len(number) > LONGEST_ID:
         raise InferEngineError("engine_error", "The upstream's log-probabilities do not name token ids.")
-    return int(number)
+    if (token_id := int(number)) >= vocab_size:
+        raise InferEngineError("engine_error", OUTSIDE)
+    return token_id
 
 
 def ids_of_text(tokenizer: Tokenizer, text: str) -> list[int]:

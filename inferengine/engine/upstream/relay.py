@@ -42,6 +42,7 @@ from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.loop import IDLE_TURN_S, LoopOutput, StepObserver
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.upstream.completions import (
+    OUTSIDE,
     CompletionChoice,
     Usage,
     check_params,
@@ -61,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQS = 512
 MAX_MODEL_LEN = 32_768  # used if neither the upstream nor the configuration names a length
+MOST_LOST = 3  # lost connections of one request before its first token, after which it is given up
+MOST_TEXT_TOKENS = 256  # most tokens here for one of an upstream that reports text alone: a long token's bytes
 LAYOUT_OF_ONE = -2  # minus the uid: layout number of a step with one token, so that it is the same each time
 FINAL_REASONS = ("stop", "length")
 
@@ -312,6 +315,7 @@ class UpstreamLoop:
         """Read one sequence's output. If an upstream fails before the first token, another one is tried."""
         tried: list[Server] = []
         failure: InferEngineError | None = None
+        num_lost = 0
         give_up_s = self._now() + self._config.upstream.wait_s
         try:
             while True:
@@ -327,6 +331,9 @@ class UpstreamLoop:
                     if not error.elsewhere or len(sequence.tokens) > before:
                         raise error.error from None
                     failure = error.error
+                    num_lost += error.lost
+                    if num_lost >= MOST_LOST:  # the request itself may be what ends the upstreams
+                        raise failure from None
                     if server.is_up:  # a server that is down may be tried again when it is back
                         tried.append(server)
         except InferEngineError as error:
@@ -379,14 +386,15 @@ class UpstreamLoop:
         if sequence.status is SequenceStatus.FINISHED or not token_ids:
             return
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            message = "The upstream's tokens are outside the vocabulary: model.path names another model."
-            raise InferEngineError("engine_error", message)
+            raise InferEngineError("engine_error", OUTSIDE)
         room = sequence.max_total - len(sequence.tokens)
-        if choice.token_ids is not None:
-            token_ids = token_ids[: max(0, room)]
+        if choice.token_ids is None:  # those of this tokenizer for the same text may be more
+            room += (MOST_TEXT_TOKENS - 1) * sequence.request.max_tokens
+        is_over = len(token_ids) > room
+        token_ids = token_ids[: max(0, room)]
         wanted = sequence.request.params.logprobs
         if wanted is not None:
-            rows = read_logprobs(choice.logprobs, token_ids, wanted)
+            rows = read_logprobs(choice.logprobs, token_ids, wanted, self._vocab_size)
             self._logprobs.setdefault(sequence.uid, []).extend(rows)
         if sequence.first_token_s is None:
             sequence.first_token_s = self._now()
@@ -397,6 +405,8 @@ class UpstreamLoop:
         self._uids += [sequence.uid] * len(token_ids)
         self._token_ids += token_ids
         self._publish_soon()
+        if is_over:  # the upstream does not end by itself
+            self._end(sequence, "length", None)
 
     def _end(self, sequence: Sequence, reason: str, detail: FinishDetail) -> None:
         """End a sequence; a second call does nothing."""
@@ -459,7 +469,8 @@ def _as_end(error: InferEngineError, sequence: Sequence) -> InferEngineError:
 
 def _note_cached(sequence: Sequence, usage: Usage | None) -> None:
     if usage is not None and usage.prompt_tokens_details is not None:
-        sequence.num_cached = min(usage.prompt_tokens_details.cached_tokens or 0, sequence.num_prompt)
+        told = usage.prompt_tokens_details.cached_tokens or 0
+        sequence.num_cached = min(max(0, told), sequence.num_prompt)
 
 
 def _vocab_size(card: ModelCard) -> int:

@@ -41,18 +41,24 @@ LOOK_TIMEOUT_S = 5.0
 FIRST_RESTART_S, LONGEST_RESTART_S = 0.5, 30.0
 FAST_FAILURE_S = 10.0  # a process that ran longer is restarted at once
 STOP_S = 10.0  # how long the process may take to end after SIGTERM
+MOST_LOOK_BYTES = 8 * 1024 * 1024  # largest answer to a check or probe
+ODD_SHAPES = (LookupError, TypeError, AttributeError)  # what reading JSON of an unexpected shape raises
+TAIL_S = 5.0  # how long usage and [DONE] may take after the finish reason
+LAST_S = 1.0  # how long the body may take to end after [DONE]
 PROBE = "Hello"  # the prompt that probes an upstream's abilities
 # Asks the kernel to end the process when this engine is gone, for any reason (PR_SET_PDEATHSIG), then executes it.
 TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class UpstreamFailed(Exception):
-    """A request failed at one upstream. `elsewhere`: another upstream may take it."""
+    """A request failed at one upstream. `elsewhere`: another upstream may take it. `lost`: the connection was lost
+    after the request had been sent."""
 
-    def __init__(self, error: InferEngineError, *, elsewhere: bool) -> None:
+    def __init__(self, error: InferEngineError, *, elsewhere: bool, lost: bool = False) -> None:
         super().__init__(str(error))
         self.error = error
         self.elsewhere = elsewhere
+        self.lost = lost
 
 
 class NoAnswerHere(ValueError):
@@ -132,7 +138,12 @@ class Servers:
             auto_decompress=False,
             skip_auto_headers=("Accept-Encoding",),
         )
-        self._looks = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=self._headers)
+        self._looks = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True),
+            headers=self._headers,
+            auto_decompress=False,
+            skip_auto_headers=("Accept-Encoding",),
+        )
         end = time.monotonic() + self._config.start_timeout_s
         while True:
             report("waiting for the upstream", 0.0)
@@ -191,11 +202,17 @@ class Servers:
                 ):  # `iter_any` would cost two more coroutines for each token
                     if events := list(reader.push(data)):
                         yield events
-                    if reader.is_done:
+                    if reader.is_done or reader.has_reason:
                         break
+                if reader.has_reason and not reader.is_done:
+                    async for events in self._tail(answer, reader):
+                        yield events
                 if not reader.is_done and not reader.has_reason:
                     raise aiohttp.ClientPayloadError("the stream ended before its end")
-                await answer.read()  # reads the end of the body, so that the connection can be used again
+                # A connection whose body has ended can be used again; any other is closed.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_S):
+                        await answer.content.wait_eof()
             finally:
                 answer.close()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -206,9 +223,21 @@ class Servers:
                 server.is_up = False  # until a check succeeds
             logger.warning("upstream %s: %s: %s", server.name, type(error).__name__, error)
             refusal = InferEngineError("engine_unavailable", "The upstream's connection was lost.", retry_after_s=1.0)
-            raise UpstreamFailed(refusal, elsewhere=True) from None
+            lost = not isinstance(error, aiohttp.ClientConnectorError)
+            raise UpstreamFailed(refusal, elsewhere=True, lost=lost) from None
         finally:
             server.num_in_flight -= 1
+
+    async def _tail(self, answer: aiohttp.ClientResponse, reader: EventReader) -> AsyncIterator[list[CompletionEvent]]:
+        """Yield what follows the finish reason, such as the usage, for TAIL_S. Raises TimeoutError after that."""
+        end_s = asyncio.get_running_loop().time() + TAIL_S
+        while not reader.is_done:
+            async with asyncio.timeout_at(end_s):
+                data = await answer.content.readany()
+                await asyncio.sleep(0)  # without it the timeout could not fire while there is always data
+            if not data:
+                return
+            yield list(reader.push(data))
 
     async def _send(self, server: Server, body: bytes) -> aiohttp.ClientResponse:
         """Send a completion and wait for its status.
@@ -220,9 +249,9 @@ class Servers:
         headers = {"Content-Type": "application/json"}
         url = f"{server.url}/v1/completions"
         try:
-            return await self._session.post(url, data=body, headers=headers)
+            return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
         except (aiohttp.ServerDisconnectedError, ConnectionResetError):
-            return await self._session.post(url, data=body, headers=headers)
+            return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Return counters and gauges, by figure and then by upstream's name."""
@@ -258,7 +287,7 @@ class Servers:
         return UpstreamFailed(refusal, elsewhere=True)
 
     def _refusal(self, server: Server, status: int, body: bytes, retry_after: str | None = None) -> UpstreamFailed:
-        elsewhere = status >= 500 or status in (401, 403, 404, 429)
+        elsewhere = status < 400 or status >= 500 or status in (401, 403, 404, 429)
         if elsewhere:
             server.num_failures += 1
             logger.warning("upstream %s answered %d: %s", server.name, status, body[:500].decode("utf-8", "replace"))
@@ -286,7 +315,7 @@ class Servers:
             if server.abilities is None:
                 server.abilities = await self._probe(server)
                 logger.info("upstream %s: %s, %s", server.name, server.model, _sentence(server.abilities))
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, *ODD_SHAPES) as error:
             reason = f"{type(error).__name__}: {error}"
             if reason not in server.down_reasons:  # log each reason once
                 logger.warning("upstream %s is down: %s", server.name, reason)
@@ -344,8 +373,8 @@ class Servers:
         if self._looks is None:
             raise RuntimeError("not started")
         timeout = aiohttp.ClientTimeout(total=LOOK_TIMEOUT_S)
-        async with self._looks.get(url, timeout=timeout) as answer:
-            content = await answer.read()
+        async with self._looks.get(url, timeout=timeout, allow_redirects=False) as answer:
+            content = await _content(answer)
             if answer.status in (401, 403):
                 raise ConfigError("upstream.api_key_file", f"{urlsplit(url).hostname} refuses the key")
             if answer.status in (404, 405, 500, 501):
@@ -359,9 +388,19 @@ class Servers:
             raise RuntimeError("not started")
         url = f"{server.url}/v1/completions"
         timeout = aiohttp.ClientTimeout(total=60.0)
-        async with self._looks.post(url, json=body, timeout=timeout) as answer:
-            content = await answer.read()
+        async with self._looks.post(url, json=body, timeout=timeout, allow_redirects=False) as answer:
+            content = await _content(answer)
             return answer.status, msgspec.json.decode(content) if answer.status == 200 else None
+
+
+async def _content(answer: aiohttp.ClientResponse) -> bytes:
+    """Return the body of an answer to a check or probe. Raises ValueError if it is too large."""
+    content = bytearray()
+    while data := await answer.content.readany():
+        content += data
+        if len(content) > MOST_LOOK_BYTES:
+            raise ValueError(f"it answers with more than {MOST_LOOK_BYTES} bytes")
+    return bytes(content)
 
 
 def _sentence(abilities: Abilities) -> str:
