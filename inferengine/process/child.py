@@ -1,7 +1,7 @@
-"""One supervised process: started with a listening socket and a notification socket, as systemd would start it.
+"""One supervised process, started with a listening socket and a notification socket, as systemd starts it.
 
-The child speaks systemd's notification protocol (sd_notify(3)): READY=1, STATUS=text, WATCHDOG=1. So the same lines in
-the engine and the front ends serve `inferengine up` and the systemd units alike.
+The child uses systemd's notification protocol (sd_notify(3)): READY=1, STATUS=text, WATCHDOG=1. So engine and front
+ends need the same code under `inferengine up` and under the systemd units.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 MAX_LINE_BYTES = 64 * 1024
-LEAVE_S = 0.5  # for a child that has given up to exit by itself: a call into a device may keep it
+LEAVE_S = 0.5  # how long a child that has given up may take to exit; a call into a device may block it
 FIRST_INHERITED_DESCRIPTOR = 3
 PR_SET_PDEATHSIG = 1
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that a supervisor sends to its children
 
 
 class ChildSpec(NamedTuple):
-    """What to run. `listener` is handed over as descriptor 3; `watchdog_s` 0 means that nobody watches. `dies_by`: the
-    signal that the kernel sends when the thread that started it is gone."""
+    """What to run.
+
+    `listener` is passed as descriptor 3. `watchdog_s`: seconds without a sign of life after which the child counts as
+    frozen; 0: it is not watched. `dies_by`: the signal that the kernel sends when the starting thread has ended.
+    """
 
     name: str
     command: Sequence[str]
@@ -41,7 +44,7 @@ class Notification(NamedTuple):
     ready: bool
     alive: bool
     status: str | None
-    gives_up: bool = False  # WATCHDOG=trigger: the child itself has found that it does not work any more
+    gives_up: bool = False  # WATCHDOG=trigger: the child has found by itself that it no longer works
 
 
 class Child:
@@ -51,7 +54,7 @@ class Child:
         self.spec = spec
         self.started_at = now
         self.last_sign_at: float | None = None
-        self.gone_by: float | None = None  # when one that has given up is killed
+        self.gone_by: float | None = None  # when a child that has given up will be killed
         self.ready = False
         self._pending = b""
         self._notify_path = folder / f"{spec.name}.notify"
@@ -72,19 +75,19 @@ class Child:
         if self.spec.watchdog_s:
             environment["WATCHDOG_USEC"] = str(int(self.spec.watchdog_s * 1e6))
         tie_to_parent = _parent_death_signal(self.spec.dies_by)
-        # Until exec the child has this process's handlers and its wake-up descriptor. A signal to the child would be
-        # read here, as one to the supervisor, and the child would never know of it: so it waits until they are gone.
+        # Until exec the child has this process's signal handlers and wake-up descriptor. A signal to the child would be
+        # read here, as a signal to the supervisor, and the child would miss it. So signals are blocked until then.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         pid = os.fork()
         if pid:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return pid
         try:  # the child: nothing but system calls until exec
-            os.setpgid(0, 0)  # a terminal's Ctrl-C is for the supervisor alone, which passes it on
+            os.setpgid(0, 0)  # a terminal's Ctrl-C goes only to the supervisor, which passes it on
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it handles that itself
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the child installs its own handler
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             tie_to_parent()
             if os.getppid() != parent:
@@ -101,7 +104,7 @@ class Child:
             os._exit(127)
 
     def read_lines(self) -> list[str] | None:
-        """Whole lines that the child has written since the last call; None at the end of its output."""
+        """Return the whole lines that the child has written since the last call; None at the end of its output."""
         chunks: list[bytes] = []
         ended = False
         with contextlib.suppress(BlockingIOError):
@@ -120,7 +123,7 @@ class Child:
         return [line.decode("utf-8", "replace").rstrip("\r") for line in lines if line]
 
     def read_notifications(self, now: float) -> list[Notification]:
-        """What the child has notified since the last call, oldest first."""
+        """Return the child's notifications since the last call, oldest first."""
         notifications: list[Notification] = []
         with contextlib.suppress(BlockingIOError):
             while datagram := self.notify.recv(8192):
@@ -134,7 +137,7 @@ class Child:
         return notifications
 
     def watchdog_expires_at(self) -> float | None:
-        """When this child counts as frozen unless it gives a sign; None while it has not given a first one."""
+        """Return when this child will count as frozen without a further sign of life; None before its first sign."""
         if self.gone_by is not None:
             return self.gone_by
         if not self.spec.watchdog_s or not self.ready or self.last_sign_at is None:
@@ -142,12 +145,12 @@ class Child:
         return self.last_sign_at + self.spec.watchdog_s
 
     def extend_watchdog(self, paused_s: float, now: float) -> None:
-        """Extend the watchdog's time: the supervisor itself did not run for so long."""
+        """Extend the watchdog's time by a pause in which the supervisor itself did not run."""
         if self.last_sign_at is not None:
             self.last_sign_at = min(now, self.last_sign_at + paused_s)
 
     def kill(self, number: int) -> None:
-        """Send a signal; a child that is gone already is fine."""
+        """Send a signal. Does nothing if the child has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
@@ -173,8 +176,10 @@ def _hand_over(descriptor: int) -> None:
 
 
 def _parent_death_signal(number: int) -> Callable[[], object]:
-    """A call that makes the kernel send the calling process this signal when its parent dies; does nothing outside
-    Linux."""
+    """Return a function that makes the kernel send this signal to the calling process when its parent dies.
+
+    Outside of Linux the function does nothing.
+    """
     if not sys.platform.startswith("linux"):
         return lambda: None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -1,8 +1,7 @@
-"""Listening sockets: bound by whoever is asked to listen, or handed over by a supervisor, as systemd does with a
-.socket unit and `inferengine up` with its children.
+"""Listening sockets: bound by this process, or inherited from a supervisor (systemd's .socket unit, `inferengine up`).
 
-Binding before anything is loaded has three effects: a port in use is one clear sentence; port 0 becomes a number that
-can be printed; and connections that arrive while a front end restarts wait in the backlog, not refused.
+Sockets are bound before anything is loaded, which has three effects. A port in use gives one clear message at once.
+Port 0 becomes a number that can be printed. Connections that arrive while a front end restarts wait in the backlog.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import stat
 from inferengine.config import listen_fds
 
 BACKLOG = 2048
-# A peer that vanished without a word (a phone in a tunnel, a dead router) is noticed after a minute:
-# connections inherit this from their listener.
+# A peer that vanished without closing its connection (a phone in a tunnel, a dead router) is noticed after a minute.
+# Connections inherit these settings from their listener.
 SILENT_AFTER_S, PROBE_EVERY_S, PROBES = 30, 10, 3
 UNACKNOWLEDGED_MS = 60_000
 
@@ -27,7 +26,7 @@ class AddressTaken(Exception):
 
 
 def open_listeners(key: str, host: str, port: int, uds: str = "") -> list[socket.socket]:
-    """Inherited sockets if there are any, else one bound to `uds` or `host:port`. `key` as for `listen_tcp`."""
+    """Return the inherited sockets, or else one bound to `uds` or `host:port`. `key` as for `listen_tcp`."""
     inherited = [socket.socket(fileno=descriptor) for descriptor in listen_fds()]
     for listener in inherited:
         os.set_inheritable(listener.fileno(), False)
@@ -60,7 +59,7 @@ def listen_tcp(host: str, port: int, key: str) -> socket.socket:
 
 
 def listen_unix(path: str) -> socket.socket:
-    """Bind and listen on the unix socket `path`, replacing one that nobody listens on. Raises AddressTaken."""
+    """Bind and listen on the unix socket `path`, replacing a stale one. Raises AddressTaken."""
     with contextlib.suppress(OSError):
         if stat.S_ISSOCK(os.stat(path).st_mode) and not _answers(path):
             os.unlink(path)
@@ -76,7 +75,7 @@ def listen_unix(path: str) -> socket.socket:
 
 
 def describe(listener: socket.socket, scheme: str = "http") -> str:
-    """The address as people and curl write it."""
+    """Return the address as people and curl write it."""
     name = listener.getsockname()
     if isinstance(name, str):
         return f"unix:{name}"
@@ -85,7 +84,7 @@ def describe(listener: socket.socket, scheme: str = "http") -> str:
 
 
 def url(listener: socket.socket, *, path: str = "", scheme: str = "http") -> str:
-    """How to reach a TCP listener from this machine; a wildcard address becomes loopback."""
+    """Return the URL of a TCP listener for this machine; a wildcard address becomes loopback."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{path}"

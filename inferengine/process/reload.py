@@ -1,7 +1,7 @@
-"""SIGHUP: read again what can change while a service runs. It never ends one.
+"""SIGHUP: reloads what can change while a service runs. It never ends the service.
 
-The configuration is read from where it came from. `log.level` is applied; of other keys that have changed the log says
-that they need a restart. One that cannot be read changes nothing. What else a process reads again (API keys) it adds.
+The configuration is read again from its source. `log.level` is applied; other keys that have changed are logged as
+needing a restart. A configuration that cannot be read changes nothing. A process may reload more, such as API keys.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ APPLIED = ("log.level",)
 
 
 class Reload:
-    """Notes each SIGHUP from its construction on, in the main thread; `run_if_due` does the work where it is safe."""
+    """Records each SIGHUP in a handler; `run_if_due`, called outside of the handler, reloads. Create it in the main
+    thread."""
 
     def __init__(self, config: Config, read: Callable[[], Config]) -> None:
-        """`read` makes the configuration anew; raises ConfigError."""
-        self.on_signal: Callable[[], None] = lambda: None  # called in the signal handler: only what is safe there
+        """`read` reads the configuration again, and raises ConfigError."""
+        self.on_signal: Callable[[], None] = lambda: None  # runs in the signal handler, so it must be safe there
         self._config = config
         self._read = read
         self._due = False
         signal.signal(signal.SIGHUP, lambda *_: self.note())
 
     def run_if_due(self, also: Callable[[], None] = lambda: None) -> None:
-        """After a SIGHUP: reload, then call `also`."""
+        """If there was a SIGHUP, reload and then call `also`."""
         if not self._due:
             return
         self._due = False
@@ -45,7 +46,7 @@ class Reload:
         also()
 
     def note(self) -> None:
-        """There was a SIGHUP."""
+        """Record a SIGHUP."""
         self._due = True
         self.on_signal()
 

@@ -1,8 +1,8 @@
 """Standard output and error of a service: writing to them never fails and never waits.
 
-A log must not stop the service. A line that cannot be written now waits in bounded memory (a pipe or terminal that
-nobody reads) or is dropped and counted (a full disk, a reader that is gone). Writing is tried again with each line and
-each `retry`; the first line that goes out afterwards is preceded by how many were lost.
+A log must not stop the service. A line that cannot be written now waits in bounded memory (a pipe or terminal that is
+not read) or is dropped and counted (a full disk, a reader that is gone). Writing is tried again with each line and each
+`retry`. When it works again, a notice tells first how many lines were lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import deque
 from datetime import UTC, datetime
 
 MOST_WAITING_BYTES = 256 * 1024
-CHUNK_BYTES = select.PIPE_BUF  # a pipe that can be written to takes so many without waiting
+CHUNK_BYTES = select.PIPE_BUF  # bytes that a pipe that is ready for writing takes without blocking
 FINISH_S = 1.0
 
 
@@ -34,13 +34,13 @@ class NonBlockingStream(io.TextIOBase):
         self._descriptor = not_blocking(descriptor)
         self._poll = select.poll()
         self._poll.register(self._descriptor, select.POLLOUT)
-        self._line: list[str] = []  # written, and not ended or flushed
+        self._line: list[str] = []  # text of an unfinished line that was not flushed
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self._lost = 0  # since something was written last
+        self._lost = 0  # lines since the last successful write
         self._reason = ""
-        self._begun = False  # a part of the first that waits has gone out
-        self._torn = False  # the last line that went out lacks its end, which is lost
+        self._begun = False  # a part of the first waiting line was written
+        self._torn = False  # the end of the last written line was lost
         self._lock = threading.RLock()  # a signal handler may write while its thread does
 
     @property
@@ -49,24 +49,24 @@ class NonBlockingStream(io.TextIOBase):
         return "utf-8"
 
     def fileno(self) -> int:
-        """The descriptor that the process inherited."""
+        """Return the descriptor that the process inherited."""
         return self._inherited
 
     def isatty(self) -> bool:
-        """Whether that descriptor is a terminal."""
+        """Return whether that descriptor is a terminal."""
         return os.isatty(self._inherited)
 
     def writable(self) -> bool:
-        """Always: what cannot be written is counted as lost."""
+        """Return True always: what cannot be written is counted as lost."""
         return True
 
     @property
     def waits(self) -> bool:
-        """Whether something has not gone out yet."""
+        """Whether something is still to be written."""
         return bool(self._waiting)
 
     def write(self, text: str) -> int:
-        """Take text. It is sent when it ends a line. Never blocks and never raises for a reader that is gone."""
+        """Add text, which is written when a line ends. Never blocks, and never raises for a reader that is gone."""
         with self._lock:
             self._line.append(text)
             if "\n" in text:
@@ -74,7 +74,7 @@ class NonBlockingStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Send what was written, as far as the descriptor takes it; the rest waits."""
+        """Write as much as the descriptor takes; the rest waits."""
         with self._lock:
             data = "".join(self._line).encode("utf-8", "backslashreplace")
             self._line.clear()
@@ -148,7 +148,7 @@ class NonBlockingStream(io.TextIOBase):
 
 
 def protect(*, json_lines: bool = False) -> None:
-    """Make standard output and error NonBlockingStreams. Streams that were replaced already are left as they are."""
+    """Replace standard output and error by NonBlockingStreams, unless they were replaced before."""
     if sys.stdout is sys.__stdout__:
         sys.stdout = _protected(1)
     if sys.stderr is sys.__stderr__:
@@ -158,7 +158,7 @@ def protect(*, json_lines: bool = False) -> None:
 
 
 def retry() -> bool:
-    """Write waiting lines, as far as possible. Call it from a timer. Returns whether something still waits."""
+    """Write waiting lines as far as possible. Call it from a timer. Returns whether lines still wait."""
     for output in _outputs():
         if output.waits:
             output.flush()
@@ -186,8 +186,11 @@ def _outputs() -> list[NonBlockingStream]:
 
 
 def not_blocking(descriptor: int) -> int:
-    """An open file of our own for a pipe or a terminal, which does not wait: the inherited one is shared with others,
-    who may rely on waiting. The inherited one where that cannot be had, and for all that never waits."""
+    """Return a non-blocking descriptor for a pipe or a terminal.
+
+    It is opened anew, because the inherited open file is shared with other processes that may rely on blocking writes.
+    Returns the inherited descriptor if that is not possible, and for files, which never block.
+    """
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISFIFO(mode) and not os.isatty(descriptor):
         return descriptor

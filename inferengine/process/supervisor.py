@@ -1,9 +1,9 @@
 """Supervisor: starts a few child processes, restarts them with backoff, drains and aborts them, for `inferengine up`.
 
-To stop, all children get SIGTERM at once, as with the systemd units: front ends accept no more connections and let
-their streams end, the engine refuses new requests and finishes those that run, and one deadline holds for all.
+To stop, all children get SIGTERM at once, as with the systemd units. Front ends accept no more connections and let
+their streams end. The engine refuses new requests and finishes those that run. One deadline applies to all.
 
-One thread, one selector: it wakes for output, notifications, signals and timers and sleeps otherwise. It imports
+The supervisor is one thread with one selector, which wakes for output, notifications, signals and timers. It imports
 neither torch nor zmq, so it starts at once and their failures cannot end it.
 """
 
@@ -28,11 +28,11 @@ FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 10.0
 DRAIN_GRACE_S = 10.0  # on top of engine.drain_timeout_s, before SIGKILL: time for the last messages
 ABORT_S = 3.0
-LOST_RETRY_S = 60.0  # between tries of an engine that fails while others serve
-RETRY_S = 0.2  # while output waits for its reader
+LOST_RETRY_S = 60.0  # between restarts of an engine that keeps failing while others serve
+RETRY_S = 0.2  # between attempts to write output that waits for its reader
 STALLS_FORGOTTEN_S = 120.0  # after a run this long, stalls are counted from zero
 STALLS = (ExitCode.STALLED, ExitCode.FROZEN)
-FINAL_CODES = {  # another try would end the same way
+FINAL_CODES = {  # exit codes that a restart would repeat
     ExitCode.USAGE: "the configuration or the command line is wrong",
     ExitCode.MODEL: "the model cannot be loaded",
     ExitCode.MEMORY: "the model does not fit into memory",
@@ -41,7 +41,7 @@ FINAL_CODES = {  # another try would end the same way
 
 
 class View(Protocol):
-    """Shows what happens. The terminal, for one."""
+    """Shows what happens, such as a terminal."""
 
     def line(self, name: str, text: str) -> None:
         """Show a line of output of a child."""
@@ -56,12 +56,12 @@ class View(Protocol):
         ...
 
     def retry(self) -> bool:
-        """Write what could not be written before."""
+        """Write what could not be written before. Returns whether something still waits."""
         ...
 
 
 class RestartDecision(NamedTuple):
-    """What to do after an exit: start again after `delay_s` seconds, or, where that is None, end with `code`."""
+    """What to do after an exit: restart after `delay_s` seconds, or end with `code` if that is None."""
 
     delay_s: float | None
     code: int
@@ -69,19 +69,20 @@ class RestartDecision(NamedTuple):
 
 
 class RestartPolicy:
-    """Decides for one child whether to start it again, and when.
+    """Decides whether and when to restart one child.
 
-    Soon after a long run, later and later after short ones. At once after a stall, because clients wait for the engine;
-    with a delay only where stalls repeat. A model that once fitted into memory is tried until it fits again: another
-    program may have the memory for a time."""
+    The delay is short after a long run, and grows with consecutive short runs. After a stall the restart is immediate,
+    because clients wait for the engine; only repeated stalls have a delay. An engine that has served is restarted also
+    when its model does not fit into memory: another program may use the memory for a time.
+    """
 
     def __init__(self) -> None:
-        self.has_served = False  # it has been ready
+        self.has_served = False  # whether it has ever been ready
         self.fast_failures = 0
         self.stalls = 0
 
     def after_exit(self, code: int, lifetime_s: float) -> RestartDecision:
-        """`code` is the exit code, 128 + number for a signal."""
+        """Return what to do. `code`: the exit code, or 128 + the signal's number. `lifetime_s`: seconds of the run."""
         if code == ExitCode.MEMORY and self.has_served:
             return RestartDecision(LONGEST_DELAY_S, code, "")
         if code in FINAL_CODES:
@@ -100,23 +101,24 @@ class RestartPolicy:
 
 
 def _delay_s(number: int) -> float:
-    """Seconds before the restart after so many failures in a row."""
+    """Return the seconds before a restart after `number` failures in a row."""
     delay_s: float = FIRST_DELAY_S * 2 ** max(0, number - 1)
     return min(LONGEST_DELAY_S, delay_s)
 
 
 def describe_exit(code: int) -> str:
-    """`exit code 1`, or the signal's name."""
+    """Return a text such as `exit code 1` or `killed by SIGKILL`."""
     if code > 128 and code != ExitCode.ABORTED:
         return f"killed by {signal.Signals(code - 128).name}"
     return f"exit code {code}"
 
 
 class Supervisor:
-    """Runs `engines` and `front_ends` until a signal or a child that cannot be kept running.
+    """Runs `engines` and `front_ends` until a signal comes or a child cannot be kept running.
 
-    The end of one of several engines is no end of the service: one that an operator drained stays away, and one that
-    has served and fails again and again is tried from time to time, as long as another engine is ready."""
+    With several engines the service does not end with one of them. An engine that an operator drained is not restarted.
+    An engine that has served and now keeps failing is restarted every LOST_RETRY_S while another engine is ready.
+    """
 
     def __init__(
         self,
@@ -129,8 +131,8 @@ class Supervisor:
         when_ready: Callable[[float], None],
         hangup_stops: bool = False,
     ) -> None:
-        """`when_ready` gets the seconds until every child was ready. `hangup_stops`: stop at SIGHUP, which says that
-        the terminal was closed; else it is passed on to the children, which reload what they can."""
+        """`when_ready` is called with the seconds until every child was ready. `hangup_stops`: SIGHUP means that the
+        terminal was closed, and stops the service; otherwise it is passed on to the children, which reload."""
         self._engines = {spec.name for spec in engines}
         self._specs = {spec.name: spec for spec in (*engines, *front_ends)}
         self._folder = folder
@@ -186,7 +188,7 @@ class Supervisor:
         self._reap()
         now = time.monotonic()
         if wait_s is not None and (paused_s := missed_s(now, due_s)):
-            for child in self._children.values():  # `docker pause` stops all at once: this is no silence of theirs
+            for child in self._children.values():  # `docker pause` stops all processes: the children were not silent
                 child.extend_watchdog(paused_s, now)
         for name in [name for name, at in self._restarts.items() if at <= now]:
             del self._restarts[name]
@@ -217,7 +219,7 @@ class Supervisor:
     def _start(self, name: str) -> None:
         try:
             child = Child(self._specs[name], self._folder, time.monotonic())
-        except OSError as error:  # no room on the disk, no process or descriptor left: that may pass
+        except OSError as error:  # a full disk, or no process or descriptor left: this may be temporary
             self._view.notice(f"{name} cannot be started ({error.strerror}); another try in {LONGEST_DELAY_S:g} s")
             self._restarts[name] = time.monotonic() + LONGEST_DELAY_S
             return
@@ -278,7 +280,8 @@ class Supervisor:
 
     def _on_exit(self, name: str, code: int, lifetime_s: float) -> None:
         if self._stopping:
-            terminated = code == 128 + signal.SIGTERM  # before it handled the signal: a clean end, for systemd too
+            # SIGTERM ended it before its handler was installed. That counts as a clean end, as for systemd.
+            terminated = code == 128 + signal.SIGTERM
             if name in self._engines and self._exit_code == ExitCode.OK and not terminated:
                 self._exit_code = code
             return
@@ -310,7 +313,7 @@ class Supervisor:
         self._stop()
 
     def _others_serve(self, name: str) -> bool:
-        """Whether this is an engine that has served, and another one serves now."""
+        """Return whether `name` is an engine that has served, and another engine serves now."""
         if name not in self._engines or not self._policies[name].has_served:
             return False
         return any(child.ready for other, child in self._children.items() if other in self._engines)
@@ -330,7 +333,7 @@ class Supervisor:
         self._kill_at = time.monotonic() + self._drain_timeout_s + DRAIN_GRACE_S
 
     def _hang_up(self) -> None:
-        """Handle SIGHUP. Kernel and shell may both send it, so it never counts as a second signal to stop."""
+        """Handle SIGHUP. Both kernel and shell may send it, so it never counts as the second signal to stop."""
         if not self._hangup_stops:
             self._view.notice("SIGHUP: each process reads again what it can")
             for child in self._children.values():

@@ -1,13 +1,13 @@
-"""A process and its system: memory, the cache of files, pauses, and what a service tells its supervisor.
+"""Calls to the operating system: freeing memory, reading files ahead, detecting pauses, notifying the supervisor.
 
-glibc keeps memory that was freed; what rare large requests needed is given back to the system. Files that will be read
-can be asked for before.
+glibc keeps memory that was freed; functions here return it to the system after large requests. Files can be read into
+the page cache before they are needed.
 
-A process does not run while it is stopped (SIGSTOP), its container is frozen or the machine is suspended. Timeouts of
-others must not count that time. It shows as a timer that comes late.
+A process does not run while it is stopped (SIGSTOP), its container is frozen or the machine is suspended. Its timeouts
+for other processes must not count that time. A timer that fires late reveals it.
 
-Notifier and Watchdog speak systemd's notification protocol (sd_notify(3)): READY=1, STATUS=text, and WATCHDOG=1 as long
-as the loop turns.
+Notifier and Watchdog use systemd's notification protocol (sd_notify(3)): READY=1, STATUS=text, and WATCHDOG=1 as long
+as the loop makes progress.
 """
 
 from __future__ import annotations
@@ -28,35 +28,38 @@ LARGE_BLOCK = 512 * 1024
 PR_SET_PDEATHSIG = 1
 
 
-PAUSE_S = 1.0  # no timer of a process that runs comes so late
+PAUSE_S = 1.0  # a timer that is later than this means that the process did not run
 
 
 def end_with_parent(number: int) -> None:
-    """From now on the kernel sends this process the signal when the thread that started it ends. Linux alone has
-    this."""
+    """Make the kernel send this process a signal when the thread that started it ends. Only on Linux."""
     library = _library()
     if hasattr(library, "prctl"):
         library.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def return_large_blocks() -> None:
-    """From now on a freed block of LARGE_BLOCK bytes or more goes back to the system at once. By default glibc raises
-    that size with every such block, up to 32 MB, and keeps them."""
+    """Make glibc return freed blocks of LARGE_BLOCK bytes or more to the system at once.
+
+    By default glibc raises that threshold with every such block, up to 32 MB, and keeps the memory.
+    """
     library = _library()
     if hasattr(library, "mallopt"):
         library.mallopt(_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def give_back() -> None:
-    """Return free memory to the system: some milliseconds, without the interpreter's lock."""
+    """Return free memory to the system. Takes some milliseconds, without the interpreter's lock."""
     library = _library()
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
 
 
 def read_ahead(paths: Iterable[Path]) -> threading.Thread:
-    """Have the system read these files into its cache beside whatever this process does next. What cannot be read is
-    left to whoever reads it. Returns the thread that asks."""
+    """Read these files into the system's page cache in the background. Returns the thread that does it.
+
+    Files that cannot be read are skipped; the error appears where they are read for use.
+    """
     thread = threading.Thread(target=_read_ahead, args=(list(paths),), name="inferengine-read-ahead", daemon=True)
     thread.start()
     return thread
@@ -82,7 +85,7 @@ def _library() -> Any:
 
 
 def missed_s(now: float, due_s: float) -> float:
-    """How long this process has not run, where a timer that was due at `due_s` comes now; 0.0 if it has run."""
+    """Return how long this process did not run, given that a timer due at `due_s` fires at `now`; 0.0 if it ran."""
     late_s = now - due_s
     return late_s if late_s > PAUSE_S else 0.0
 
@@ -102,7 +105,7 @@ class Notifier:
 
     @classmethod
     def from_environment(cls) -> Notifier:
-        """A notifier for $NOTIFY_SOCKET."""
+        """Create a notifier for $NOTIFY_SOCKET."""
         return cls(notify_socket())
 
     def send(self, *lines: str) -> None:
@@ -115,7 +118,7 @@ class Notifier:
             return
 
     def status(self, text: str) -> None:
-        """Send a status line, if it is another than the last."""
+        """Send a status line, unless it is the same as the last one."""
         if text != self._status:
             self._status = text
             self.send(f"STATUS={text}")
@@ -128,7 +131,7 @@ class Notifier:
 
 
 class Watchdog:
-    """Sends WATCHDOG=1 twice an interval, as long as `feed` is called at each turn of the loop."""
+    """Sends WATCHDOG=1 twice in each interval, as long as the loop calls `feed` at each turn."""
 
     def __init__(self, notifier: Notifier, interval_s: float | None, clock: Callable[[], float]) -> None:
         self._notifier = notifier
@@ -138,11 +141,11 @@ class Watchdog:
 
     @classmethod
     def from_environment(cls, notifier: Notifier, clock: Callable[[], float]) -> Watchdog:
-        """A watchdog with the interval of $WATCHDOG_USEC."""
+        """Create a watchdog with the interval of $WATCHDOG_USEC."""
         return cls(notifier, watchdog_interval_s(), clock)
 
     def feed(self) -> None:
-        """The loop has turned: send WATCHDOG=1 if it is due."""
+        """Send WATCHDOG=1 if it is due. To be called at each turn of the loop."""
         if self._interval_s is None:
             return
         now = self._clock()

@@ -1,8 +1,8 @@
-"""Worker processes that accept from the same sockets: their parent starts, replaces and stops them.
+"""Worker processes that accept connections from the same sockets, and their parent, which starts and replaces them.
 
-The parent knows nothing of what they serve and serves nothing itself; it reports to systemd and to `inferengine up` for
-all of them. WorkerCells are the numbers that the workers share: one anonymous mapping made before the fork, in which
-each worker writes its own cells, so that any of them can answer for all without a lock.
+The parent serves no requests; it reports to systemd or `inferengine up` for all workers. WorkerCells are numbers that
+the workers share: an anonymous mapping made before the fork. Each worker writes only its own cells, so any worker can
+answer for all without a lock.
 """
 
 from __future__ import annotations
@@ -32,54 +32,56 @@ MAX_FAST_FAILURES = 5
 
 
 class WorkerCells:
-    """`num_cells` doubles for each worker, all 0.0 at first; `own` are those of `worker`."""
+    """Shared memory with `num_cells` doubles for each worker, 0.0 at first. `own` are the cells of `worker`."""
 
     def __init__(self, num_cells: int, num_workers: int = 1) -> None:
         self.num_cells = num_cells
         self.num_workers = num_workers
-        self._size = num_cells + 1  # the last: when the worker's event loop turned
+        self._size = num_cells + 1  # the last one is the time at which the worker's event loop last turned
         self._memory = mmap.mmap(-1, num_workers * self._size * _DOUBLE)
         self._all: memoryview[float] = memoryview(self._memory).cast("d")
         self.worker = 0
         self.own = self.of(0)
 
     def choose_worker(self, worker: int) -> None:
-        """After the fork: write into this worker's cells from now on. A restarted worker finds what its predecessor
-        left, and has not turned yet."""
+        """Use this worker's cells from now on. To be called after the fork.
+
+        A restarted worker finds its predecessor's numbers, except for the time of the last turn, which is reset.
+        """
         self.worker = worker
         self.own = self.of(worker)
         self._all[(worker + 1) * self._size - 1] = 0.0
 
     def of(self, worker: int) -> memoryview[float]:
-        """That worker's cells."""
+        """Return a worker's cells."""
         start = worker * self._size
         return self._all[start : start + self.num_cells]
 
     def total(self, place: int) -> float:
-        """The sum of one cell over the workers."""
+        """Return the sum of one cell over all workers."""
         return sum(self._all[place + worker * self._size] for worker in range(self.num_workers))
 
     def beat(self, now: float) -> None:
-        """This worker's event loop turned at `now` (monotonic)."""
+        """Record that this worker's event loop turned at `now`, in seconds of the monotonic clock."""
         self._all[(self.worker + 1) * self._size - 1] = now
 
     def last_beat(self, worker: int) -> float:
-        """When that worker's loop last turned; 0.0 before it ever did."""
+        """Return when a worker's loop last turned; 0.0 if it never did."""
         return self._all[(worker + 1) * self._size - 1]
 
 
 class SignsOfLife:
-    """Tells systemd or `inferengine up` that the workers are ready, alive or stopping."""
+    """Notifies systemd or `inferengine up` that the workers are ready, alive or stopping."""
 
     def __init__(self, status: str) -> None:
-        """`status`: what is done once it is ready, as "serving http://127.0.0.1:8000"."""
+        """`status`: the text to show once ready, such as "serving http://127.0.0.1:8000"."""
         self._status = status
         self._ready = self._stopping = False
         self._notifier = Notifier.from_environment()
         self._watchdog = Watchdog.from_environment(self._notifier, time.monotonic)
 
     def turn(self, stopping: bool) -> None:
-        """Send what is due. Call it again and again while every worker's loop turns, or while they stop."""
+        """Send what is due. Call it repeatedly while every worker's loop turns, or while the workers stop."""
         if not self._ready:
             self._ready = True
             self._notifier.send("READY=1", f"STATUS={self._status}")
@@ -90,7 +92,7 @@ class SignsOfLife:
 
 
 class Workers:
-    """Child processes that accept from the same sockets. One that ends or freezes is replaced; the others go on."""
+    """Child processes that accept from the same sockets. A worker that ends or freezes is replaced."""
 
     def __init__(
         self,
@@ -103,8 +105,11 @@ class Workers:
         signs: SignsOfLife,
         reload: Reload | None = None,
     ) -> None:
-        """`serve(worker)` runs in the child until SIGTERM and returns its exit code. It beats in `cells`; a worker that
-        has not for `frozen_after_s` is frozen: no sign of life is sent, and KILL_MARGIN_S later it is killed."""
+        """`serve(worker)` runs in the child until SIGTERM and returns its exit code. It calls `cells.beat`.
+
+        A worker without a beat for `frozen_after_s` seconds is frozen: the parent then sends no more signs of life, and
+        kills the worker KILL_MARGIN_S later.
+        """
         self._serve = serve
         self._num_workers = num_workers
         self._sockets = sockets
@@ -117,7 +122,7 @@ class Workers:
         self._fast_failures = 0
         self._stopping = False
         self._ready = False  # every worker's loop has turned
-        self._extended_s = 0.0  # nobody is killed before this
+        self._extended_s = 0.0  # no worker is killed before this time
         self._code: int = ExitCode.OK
 
     def run(self) -> int:
@@ -148,7 +153,7 @@ class Workers:
             return
         code: int = ExitCode.CRASH
         try:
-            # A terminal's Ctrl-C reaches the whole group: it stays blocked here, for the parent passes it on.
+            # A terminal's Ctrl-C reaches the whole process group. It stays blocked here: the parent passes it on.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISED - {signal.SIGINT})
             code = self._serve(worker)
         except BaseException:
@@ -194,23 +199,23 @@ class Workers:
             self._due[worker] = now + RESTART_AFTER_S
 
     def _kill_frozen(self, now: float, due_s: float) -> None:
-        """A worker whose loop does not turn any more serves nobody, keeps its connections and hears no SIGTERM."""
-        if paused_s := missed_s(now, due_s):  # `docker pause` stops all at once: this is no silence of theirs
+        """Kill workers whose loop no longer turns: they serve no requests, keep connections and ignore SIGTERM."""
+        if paused_s := missed_s(now, due_s):  # `docker pause` stops all processes: the workers were not silent
             self._extended_s = now + paused_s
         for pid, (worker, started) in self._started.items():
             beat = self._cells.last_beat(worker)
-            silent_s = now - beat if beat > started else 0.0  # one that begins, however slowly, is left alone
+            silent_s = now - beat if beat > started else 0.0  # a worker that is still starting is not killed
             if silent_s > self._frozen_after_s + KILL_MARGIN_S and now > self._extended_s:
                 fields = {"worker": worker, "silent_s": round(silent_s, 1)}
                 logger.error("a worker's loop does not turn: killing it", extra={"fields": fields})
                 os.kill(pid, signal.SIGKILL)
 
     def _last_sign(self, worker: int, started: float) -> float:
-        """When its loop last turned, or it was started: its predecessor may have left the cell."""
+        """Return when a worker's loop last turned, or when it was started if its cell is still its predecessor's."""
         return max(self._cells.last_beat(worker), started)
 
     def _all_turn(self) -> bool:
-        """Whether all serve. One that is being replaced does not count, once all have turned."""
+        """Return whether all workers serve. After the start a worker that is being replaced is not counted."""
         if not self._ready:
             self._ready = all(self._cells.last_beat(worker) > 0.0 for worker in range(self._num_workers))
             return self._ready

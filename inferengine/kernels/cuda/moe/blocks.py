@@ -1,8 +1,9 @@
-"""Products of many experts whose weights are in the block formats of GGUF files: blocks of pairs are grouped.py's, and
-numbers are made of the codes in registers as in gemm/block_tiles.py.
+"""Products of many experts whose weights are in the block formats of GGUF files.
 
-Gate and up are weights of their own, which may be of different formats: a program takes some rows of both, so that it
-has the two numbers that the activation joins. A block of one pair goes through the vector units.
+Pairs of token and expert are divided into blocks as in grouped.py, and codes are converted to numbers in registers as
+in gemm/block_tiles.py. Gate and up are separate weights, which may have different formats. A program takes rows of
+both, so that it has the gate and the up value of each output for the activation. A block of one pair uses the vector
+units.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from inferengine.kernels.experts import ExpertBlocks, Gating
 
 
 class BlockMatrix(NamedTuple):
-    """One projection of all experts: weights [experts * rows, columns] as `arrange` left them, one of gates and one of
-    ups, or the one of the way back. `bias` [experts * parts * rows]: of each expert the gates' before the ups'."""
+    """One projection of all experts, in the kernel's layout.
+
+    Its parts are weights [experts * rows, columns] as `arrange` returned them: one for gates and one for ups, or the
+    single one of the down projection. `bias` [experts * parts * rows]: for each expert the gates' before the ups'.
+    """
 
     parts: tuple[BlockWeight, ...]
     bias: torch.Tensor | None
@@ -49,8 +53,11 @@ def multiply_blocks(
     *,
     gating: Gating | None = None,
 ) -> torch.Tensor:
-    """With `gating`: x [T, K] of each token -> [T * k, rows] by place in the order of the pairs. Without: x [T * k, K]
-    by place -> [T * k, rows] by pair. A PairConfig is for pairs that are blocks of their own."""
+    """Multiply x by the weights of the chosen experts.
+
+    With `gating`: x [T, K], one row for each token -> [T * k, rows], in the sorted order of the pairs. Without: x
+    [T * k, K], in that order -> [T * k, rows], by pair number. A PairConfig is for pairs that are blocks of their own.
+    """
     num_pairs, chosen = pairs.ids.numel(), pairs.ids.shape[1]
     out = x.new_empty(num_pairs, weight.rows)
     if num_pairs == 0:

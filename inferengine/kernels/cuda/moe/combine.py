@@ -1,4 +1,4 @@
-"""What the chosen experts of each token made, weighted and added to the residual stream, and the norm that follows."""
+"""Adds the weighted outputs of each token's experts to the residual stream, and computes the norm that follows."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Which kernel multiplies the experts' weights, and in which configuration: by the number format of the weight and by
-how many pairs of token and expert there are. As dispatch.py for other products: nothing is tuned at start-up.
+"""Rules that choose the kernel, and its configuration, for products with experts' weights.
 
-`pairs` rules hold up to a number of pairs; `grouped` rules up to an average number of pairs for each expert. The first
-that holds is taken. Measured on an H200 with the shapes of Qwen3-30B-A3B (numbers, FP8) and GPT-OSS-20B (MXFP4).
-Deterministic mode has one configuration: a row's sum is then the same at every number of rows.
+They depend on the weight's number format and on the number of pairs of token and expert. Nothing is tuned at start-up.
+`pairs` rules apply up to a number of pairs; `grouped` rules up to an average number of pairs for each expert. The first
+rule that applies is taken. They were measured on an H200 with the shapes of Qwen3-30B-A3B (16-bit numbers, FP8) and
+GPT-OSS-20B (MXFP4). Deterministic mode has a single configuration, so that a row's sum is the same at every number of
+rows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class PairConfig(NamedTuple):
-    """moe/pairs.py: outputs (of a gated product, each with its gate and its up) and columns of a tile."""
+    """Configuration of moe/pairs.py: outputs and columns of a tile. A gated product's output has two weight rows."""
 
     block_n: int
     block_k: int
@@ -20,8 +21,11 @@ class PairConfig(NamedTuple):
 
 
 class GroupedConfig(NamedTuple):
-    """moe/grouped.py: pairs, weight rows and columns of a tile. `weight_left`: the weight is the tensor cores' left
-    operand; `tma`: the tensor memory accelerator loads weights that are numbers."""
+    """Configuration of moe/grouped.py: pairs, weight rows and columns of a tile.
+
+    `weight_left`: the weight is the tensor cores' left operand. `tma`: weights that are plain numbers are loaded by the
+    tensor memory accelerator.
+    """
 
     block_m: int
     block_n: int
@@ -33,8 +37,11 @@ class GroupedConfig(NamedTuple):
 
 
 class MoeRule(NamedTuple):
-    """A configuration for the gated product and one for the other, up to `most` pairs (PairConfig, or a GroupedConfig
-    whose blocks are single pairs), or up to `most` pairs for each expert on average."""
+    """A configuration for the gated product and one for the other, and up to where they apply.
+
+    `most` is a number of pairs for a PairConfig, or a GroupedConfig whose blocks are single pairs; otherwise it is an
+    average number of pairs for each expert.
+    """
 
     most: float
     gate_up: Any
@@ -119,7 +126,7 @@ EXACT = {
 
 
 def token_classes(num_experts: int, num_chosen: int) -> tuple[int, ...]:
-    """Return a number of tokens for every class of shapes that has kernels of its own, whatever the weights' format."""
+    """Return numbers of tokens that together launch every kernel of these rules, whatever the weights' format."""
     numbers: set[int] = set()
     for rules in RULES.values():
         numbers.update(int(rule.most) // num_chosen for rule in rules.pairs)

@@ -1,4 +1,4 @@
-"""The gated activations of experts, on float32 tiles, and codes of MXFP4, INT4 and FP8 as numbers."""
+"""Gated activations of experts on float32 tiles, and conversion of MXFP4, INT4 and FP8 codes to numbers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Products of many experts in one launch: every token's row with the weight of the expert it chose.
+"""Products of many experts in one launch: each token's row is multiplied by the weights of the experts it chose.
 
-Pairs of token and expert lie sorted by expert (routing.group_pairs). A block is up to `block_m` pairs of one expert;
-how many blocks an expert has is known on the device alone, so the grid holds as many as there can be at most, and a
-program finds its expert by the running sum of the blocks. With few pairs each is a block of its own, without sorting.
+Pairs of token and expert are sorted by expert (routing.group_pairs). A block is up to `block_m` pairs of one expert.
+Only the device knows how many blocks an expert has. So the grid has as many blocks as there can be at most, and a
+program finds its expert by the running sum of the blocks. With few pairs each pair is a block, and nothing is sorted.
 
-Weights are numbers, FP8, INT8, MXFP4 or INT4; codes become numbers in registers, as the left operand of the tensor
-cores where rows are few. Rows of gate and up lie in turn, so that a thread of the accumulator holds both.
+Weights are 16-bit numbers, FP8, INT8, MXFP4 or INT4. Codes are converted to numbers in registers; with few rows they
+are the left operand of the tensor cores. Rows of gate and up alternate, so that a thread of the accumulator holds both.
 
 Source: the blocks of experts are those of MegaBlocks (Gale et al. 2022).
 """
@@ -31,10 +31,11 @@ MX_STEP = 128  # columns of MXFP4 that one word of scales covers; of INT4 that 3
 class ExpertMatrix(NamedTuple):
     """One projection of all experts as the kernels read it.
 
-    `codes` [experts * rows, columns], of 4 bits int16 [experts * rows, padded columns / 4]: word j of each 32 holds
-    columns 128 c + j, 128 c + 32 + j and so on, the first in its lowest bits. `scales`: FP8 and INT8 [experts * rows]
-    fp32; by groups of 128 columns [experts, groups, rows] fp32; MXFP4 [experts, padded columns / 128, rows] int32, of
-    four exponents; INT4 [experts, groups, rows] int32, a number in fp32 whose lowest 4 bits hold the code of zero.
+    `codes` [experts * rows, columns]; codes of 4 bits are int16 [experts * rows, padded columns / 4], where word j of
+    each 32 words holds columns 128 c + j, 128 c + 32 + j and so on, the first in its lowest bits.
+    `scales`: FP8 and INT8 [experts * rows] fp32; groups of 128 columns [experts, groups, rows] fp32; MXFP4 [experts,
+    padded columns / 128, rows] int32, each holding four exponents; INT4 [experts, groups, rows] int32, an fp32 number
+    whose lowest 4 bits are replaced by the zero point's code.
     `bias` [experts * rows].
     """
 
@@ -50,9 +51,11 @@ class ExpertMatrix(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Which expert multiplies what: `ids` [T, k] where each pair is a block of its own, else `order` and `starts` of
-    routing.group_pairs. `is_part`: pairs whose expert is the number after the last multiply nothing, and what is
-    returned for them is undefined."""
+    """Which expert multiplies which pair.
+
+    `ids` [T, k] if each pair is a block of its own, else `order` and `starts` of routing.group_pairs. `is_part`: pairs
+    whose expert has the number after the last are skipped, and the result for them is undefined.
+    """
 
     ids: torch.Tensor
     order: torch.Tensor | None = None
@@ -68,8 +71,11 @@ def multiply(
     *,
     gating: Gating | None = None,
 ) -> torch.Tensor:
-    """With `gating`: x [T, K] of each token -> [T * k, rows / 2] by place in the order of the pairs. Without: x
-    [T * k, K] by place -> [T * k, rows] by pair."""
+    """Multiply x by the weights of the chosen experts.
+
+    With `gating`: x [T, K], one row for each token -> [T * k, rows / 2], in the sorted order of the pairs. Without: x
+    [T * k, K], in that order -> [T * k, rows], by pair number.
+    """
     num_pairs, k = pairs.ids.numel(), pairs.ids.shape[1]
     width = weight.rows // 2 if gating is not None else weight.rows
     out = x.new_empty(num_pairs, width)

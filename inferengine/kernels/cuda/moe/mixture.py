@@ -1,5 +1,7 @@
-"""A mixture of experts on CUDA: routing, the two products of the chosen experts, and their weighted sum. All of it may
-be captured in a CUDA graph: what the host decides depends on shapes alone."""
+"""A mixture of experts on CUDA: routing, the two products of the chosen experts, and their weighted sum.
+
+All of it may be captured in a CUDA graph, because the host's decisions depend on shapes only.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ OPERANDS = {NUMBERS: "numbers", FP8: "fp8", FP8_GROUPS: "fp8", INT8: "fp8", MXFP
 
 
 class CudaExperts(NamedTuple):
-    """All experts of a layer, as the kernels read them; rows of gate and up in turn, in block formats apart."""
+    """All experts of a layer in the kernels' layout. Rows of gate and up alternate, except in block formats."""
 
     gate_up: ExpertMatrix | BlockMatrix
     down: ExpertMatrix | BlockMatrix
@@ -96,8 +98,10 @@ def matrix(
 
 
 def _mxfp4_layout(weight: ExpertCodes, num_experts: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes with the columns of each 128 that a word holds 32 apart, and four scales to a word, by expert and group.
-    Raises ConfigError for scales above 2, which the kernels' numbers have no room for."""
+    """Arrange MXFP4 weights: codes as `_in_words` orders them, and four scales in a word, by expert and group.
+
+    Raises ConfigError for scales above 2, which the kernels' numbers cannot represent.
+    """
     if int(weight.scales.max()) > LARGEST_EXPONENT:
         raise ConfigError("model.path", "MXFP4 scales above 2 are not supported on CUDA")
     pad = -columns % MX_STEP
@@ -107,8 +111,10 @@ def _mxfp4_layout(weight: ExpertCodes, num_experts: int, columns: int) -> tuple[
 
 
 def _int4_layout(weight: ExpertCodes, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Codes as MXFP4's, and by expert and group each row's scale, in fp32, whose lowest 4 bits hold the code of zero;
-    the number of columns in a group."""
+    """Arrange INT4 weights: codes as MXFP4's, and by expert and group the scale of each row.
+
+    A scale is an fp32 number whose lowest 4 bits hold the zero point's code. Returns also the columns of a group.
+    """
     assert weight.zeros is not None
     padded, group = weight.columns + -weight.columns % MX_STEP, weight.group
     scales, zeros = weight.scales, weight.zeros
@@ -124,12 +130,12 @@ def _int4_layout(weight: ExpertCodes, num_experts: int) -> tuple[torch.Tensor, t
 
 
 def _by_group(words: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[experts * rows, groups] -> [experts, groups, rows]."""
+    """Transpose scales: [experts * rows, groups] -> [experts, groups, rows]."""
     return words.view(num_experts, -1, words.shape[1]).transpose(1, 2).contiguous()
 
 
 def _in_words(codes: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Codes of 4 bits, two to a byte, as words of four whose columns lie 32 apart."""
+    """Convert 4-bit codes, two in a byte, to words of four codes whose columns are 32 apart."""
     codes = functional.pad(codes, (0, -2 * codes.shape[1] % MX_STEP // 2))
     moved = torch.empty(len(codes), codes.shape[1] // 2, dtype=torch.int16, device=codes.device)
     for part, place in zip(codes.chunk(num_experts), moved.chunk(num_experts), strict=True):  # in pieces: less memory
@@ -156,7 +162,7 @@ class MoeKernels:
         residual: torch.Tensor,
         scale: float = 1.0,
     ) -> torch.Tensor:
-        """residual [T, E] += scale * the weighted sum of what the experts that each token chose make of x [T, E]."""
+        """Add scale * the weighted sum of the chosen experts' outputs for x [T, E] to `residual` [T, E], in place."""
         if not len(x):
             return residual
         outputs, weights = self._outputs(x, logits, routing, experts)
@@ -172,7 +178,7 @@ class MoeKernels:
         gain: torch.Tensor,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Do `add_experts`, and return with the sum its rms_norm."""
+        """As `add_experts`; return the sum and its RMS norm."""
         if not len(x):
             return residual, residual
         outputs, weights = self._outputs(x, logits, routing, experts)
@@ -181,7 +187,7 @@ class MoeKernels:
     def _outputs(
         self, x: torch.Tensor, logits: torch.Tensor, routing: Routing, experts: CudaExperts
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What each chosen expert makes of its token, [T * k, E] by pair, and the weights [T, k]."""
+        """Return the output of each chosen expert, [T * k, E] by pair number, and the weights [T, k]."""
         gate_up, down = experts.gate_up, experts.down
         is_part = routing.held is not None
         num_experts = logits.shape[1] if is_part else gate_up.num_experts  # of the whole layer

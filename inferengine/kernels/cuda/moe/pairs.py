@@ -1,7 +1,7 @@
-"""Products of few pairs of token and expert: each row of the chosen experts' weights read once, on the vector units.
+"""Products of few pairs of token and expert on the vector units. Each row of the chosen experts' weights is read once.
 
-As dense_small_m.gemv, with the weight found by the expert's number. Rows of gate and up lie in turn. Where two pairs
-share an expert, its weight comes from the cache the second time.
+The kernel is that of dense_small_m.gemv, with the weight found by the expert's number. Rows of gate and up alternate.
+If two pairs share an expert, its weight comes from the cache the second time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from inferengine.kernels.experts import Gating
 
 
 def reads(weight: ExpertMatrix, tuned: PairConfig) -> bool:
-    """Return whether the kernel takes this weight: no 4-bit codes, which the tensor cores unpack in less time, and no
-    INT8; scales of groups only where all rows of a tile share them."""
+    """Return whether the kernel supports this weight.
+
+    4-bit codes are not supported, because the tensor cores' kernels unpack them faster. INT8 is not supported. Scales
+    of groups are supported only if all rows of a tile share them.
+    """
     shares = weight.kind != FP8_GROUPS or weight.shared_rows % (2 * tuned.block_n) == 0
     return weight.kind in (NUMBERS, FP8, FP8_GROUPS) and shares
 
@@ -33,8 +36,11 @@ def multiply_pairs(
     gating: Gating | None = None,
     is_part: bool = False,
 ) -> torch.Tensor:
-    """With `gating`: x [T, K] of each token -> [T * k, rows / 2] by pair. Without: x [T * k, K] -> [T * k, rows]. With
-    `is_part` pairs whose expert is the number after the last are left as they are."""
+    """Multiply x by the weights of the chosen experts.
+
+    With `gating`: x [T, K], one row for each token -> [T * k, rows / 2] by pair number. Without: x [T * k, K] ->
+    [T * k, rows]. With `is_part`, results of pairs whose expert has the number after the last are not written.
+    """
     num_pairs = ids.numel()
     width = weight.rows // 2 if gating is not None else weight.rows
     out = x.new_empty(num_pairs, width)

@@ -1,7 +1,8 @@
-"""Routing on the device: which experts each token chose, and the pairs of token and expert sorted by expert.
+"""Routing on the device: chooses each token's experts, and sorts the pairs of token and expert by expert.
 
-A pair is token * k + j for the j-th expert of a token. Nothing here is known to the host: launches depend on shapes
-alone, so that they may be captured in a CUDA graph. `group_pairs` is stable, so that equal routing gives equal order.
+A pair has the number token * k + j for the j-th expert of a token. The host never reads the results, and launches
+depend on shapes only, so that they may be captured in a CUDA graph. `group_pairs` is stable: equal routing gives equal
+order.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ FEW_PAIRS = 1024  # that a program looks through at once
 
 
 def choose_experts(logits: torch.Tensor, num_experts: int, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [T, at least num_experts] -> experts [T, k] int32 and weights [T, k] fp32, the largest first. With
-    `routing.held` experts are numbered from its first one; those that are elsewhere have the number after the last and
-    no weight."""
+    """Choose experts: logits [T, at least num_experts] -> experts [T, k] int32, weights [T, k] fp32, largest first.
+
+    With `routing.held` (a part of the layer's experts on this device) experts are numbered from the first held one.
+    Experts on other devices get the number after the last, and the weight 0.
+    """
     rows, k = logits.shape[0], routing.num_chosen
     ids = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
@@ -44,8 +47,10 @@ def choose_experts(logits: torch.Tensor, num_experts: int, routing: Routing) -> 
 
 
 def group_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [T, k] -> pairs [T * k] int32 in the order of their experts, and where each expert's begin
-    [experts + 1]. Pairs whose expert is `num_experts` are left out: they would come behind the last of these."""
+    """Sort pairs: experts [T, k] -> pairs [T * k] int32 by expert, and the start of each expert's pairs [experts + 1].
+
+    Pairs whose expert is `num_experts` are left out; they would come after all others.
+    """
     num_pairs = ids.numel()
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)

@@ -1,21 +1,22 @@
-"""All-reduce between devices that reach each other's memory, alone or with the residual add and RMS norm after it.
+"""All-reduce between devices that can access each other's memory, alone or fused with residual add and RMS norm.
 
-One shot: every rank sends its rows to all others and adds up what it has and gets, in the order of the ranks, so all
-ranks get the same bits. A program takes one row: it sends it, waits for the same row of the others and goes on.
+It works in one shot: every rank sends its rows to all others, and adds its own and the received rows in the order of
+the ranks, so all ranks get the same bits. A program handles one row: it sends the row, waits for the same row of the
+other ranks, and adds them.
 
-What is received lies in an *inbox* of each device, which the others write. Each row has a count of its exchanges, its
-*epoch*, in memory of the device, so that a CUDA graph finds it counted up at every replay. Epochs that are even and odd
-have inboxes of their own. A rank that sends epoch e + 2 has finished e + 1, for which it needed a row that each other
-rank sent in a later kernel than the one that read epoch e: nothing is overwritten that is still to be read.
+Each device has an *inbox*, to which the others write. Each row has a counter of its exchanges, the *epoch*, in device
+memory, so that it also advances when a CUDA graph is replayed. Even and odd epochs have separate inboxes. A rank that
+sends epoch e + 2 has finished epoch e + 1. For that it needed a row from each other rank, sent by a later kernel than
+the one that read epoch e. So nothing is overwritten before it is read.
 
-There are two ways to see that a row has arrived:
+There are two ways to detect that a row has arrived:
 
-- *packets*, for few rows: every 64-bit word carries 32 bits of the row and the epoch. Such a word is written and read
-  at once, so it needs no fence; it is the shortest way and twice the bytes (NCCL's LL protocol does the same).
-- *fenced*, for many rows: the row as it is, then, released at system scope, a flag with the epoch.
+- *packets*, for few rows: every 64-bit word carries 32 bits of the row and the epoch. A word is written and read
+  atomically, so no fence is needed. This has the least latency and twice the bytes (as NCCL's LL protocol).
+- *fenced*, for many rows: the plain row, then a flag with the epoch, released at system scope.
 
-A wait ends after `limit` looks. The program then sets `stop`, which ends all further waits at once, and writes the rank
-that it waited for where the host sees it.
+A wait gives up after `limit` polls. The program then sets `stop`, which ends all further waits at once, and writes the
+rank that it waited for to memory that the host reads.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pd
 from inferengine.kernels.cuda.peers.peer_memory import WORD, InboxShape
 
 NUMBERS = (torch.bfloat16, torch.float16, torch.float32)
-LIMIT = 1 << 30  # looks, each of 0.2 to 0.4 us on an H200: minutes, for a rank that still compiles
+LIMIT = 1 << 30  # polls of 0.2 to 0.4 us on an H200: minutes, because a rank may still be compiling
 LANES = 128  # words of a row for each warp
 
 
 class PeerExchange:
-    """This rank's side of the exchanges. Made and used by all ranks alike, on one stream each.
+    """This rank's side of the exchanges. All ranks must create and use it in the same way, each on one stream.
 
-    `addresses`: where this device finds each rank's inbox, zeroed at the start, and behind them 16 bytes of the host,
-    where 1 + the rank is written, as int32, that was waited for in vain. `epochs` [rows] int32 zeros; `stop` [1] int32
-    zero: anything else ends all waits.
+    `addresses`: the addresses, for this device, of each rank's inbox, which is zeroed at first; then the address of 16
+    bytes of host memory. If a wait gives up, 1 + the rank that it waited for is written there as int32. `epochs` [rows]
+    int32 zeros. `stop` [1] int32 zero; any other value ends all waits.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class PeerExchange:
         self.places = torch.tensor(places, dtype=torch.int64, device=epochs.device)
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether x is [T, E] of a kind and a size that can be exchanged."""
+        """Return whether x is [T, E] of a type and a size that can be exchanged."""
         if x.dim() != 2 or not x.is_contiguous() or x.dtype not in NUMBERS:
             return False
         row_bytes = x.shape[1] * x.itemsize
@@ -77,8 +78,10 @@ class PeerExchange:
         by_packets: bool,
         limit: int = LIMIT,
     ) -> torch.Tensor:
-        """residual [T, E] += the sum of x, which `fits`, over the ranks; return the norm of that, [T, E]. The sum is
-        rounded before it is added, as an all-reduce by itself rounds it."""
+        """Add the sum of x, which `fits`, over the ranks to `residual` [T, E], in place; return its RMS norm [T, E].
+
+        The sum is rounded before it is added, as `all_reduce` rounds it.
+        """
         out = torch.empty_like(residual)
         self._launch(x, residual, gain, eps, out, by_packets, limit)
         return out

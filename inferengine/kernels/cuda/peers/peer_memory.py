@@ -1,7 +1,7 @@
-"""Memory of this device that devices of other processes write: an inbox for kernels/cuda/peers/all_reduce.py.
+"""Device memory that devices of other processes can write to: the inboxes of kernels/cuda/peers/all_reduce.py.
 
-The memory is the driver's own, outside torch's allocator. Its handle travels to the other processes of this host, which
-map it. Source: CUDA driver API, "Interprocess communication".
+It is allocated by the driver, outside of torch's allocator. Its handle is sent to the other processes on this host,
+which map it. Source: CUDA driver API, "Interprocess communication".
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class InboxShape(NamedTuple):
-    """The parts of an inbox: packets, whole rows, and their flags. Each twice, for even and odd epochs, and for each of
-    the other ranks."""
+    """The layout of an inbox: packets, whole rows, and flags.
+
+    Each part exists twice, for even and odd epochs, and for each of the other ranks.
+    """
 
     ranks: int
     row_words: int  # of the longest row
@@ -28,17 +30,17 @@ class InboxShape(NamedTuple):
 
     @property
     def rows_at(self) -> int:
-        """Where whole rows begin, in words."""
+        """Offset of the whole rows, in words."""
         return 2 * (self.ranks - 1) * self.packet_rows * 2 * self.row_words
 
     @property
     def flags_at(self) -> int:
-        """Where flags begin, in words."""
+        """Offset of the flags, in words."""
         return self.rows_at + 2 * (self.ranks - 1) * self.rows * self.row_words
 
     @property
     def num_bytes(self) -> int:
-        """Size of an inbox."""
+        """Size of an inbox, in bytes."""
         return (self.flags_at + 2 * (self.ranks - 1) * self.rows) * WORD
 
 
@@ -49,10 +51,10 @@ class _IpcHandle(ctypes.Structure):
 
 
 class PeerMemory:
-    """Zeroed memory of this device, and that of others, as this process sees them."""
+    """Zeroed memory of this device, and mappings of other devices' memory."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        """Raises OSError where the driver gives none."""
+        """Allocate the memory. Raises OSError if the driver refuses."""
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._own, self._opened = ctypes.c_uint64(), list[ctypes.c_uint64]()
         self._device, handle = device, _IpcHandle()
@@ -69,8 +71,10 @@ class PeerMemory:
         self.address = int(self._own.value)
 
     def open(self, device: int, handle: bytes) -> int:
-        """Map another process's memory, of CUDA device `device`. Returns its address here. Raises OSError where this
-        device does not read, write and count there."""
+        """Map another process's memory, on CUDA device `device`. Returns its address for this process.
+
+        Raises OSError if this device cannot read, write and do atomic operations there.
+        """
         own, other, works = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(own), ctypes.c_int(self._device.index))
         self._call("cuDeviceGet", ctypes.byref(other), ctypes.c_int(device))
@@ -86,7 +90,7 @@ class PeerMemory:
         return int(address.value)
 
     def close(self) -> None:
-        """Free it, and let go of what is mapped: with nothing under way that uses either. Any number of times."""
+        """Free the memory and unmap the others'. No kernel may be using them. May be called repeatedly."""
         for address in self._opened:
             with suppress(OSError):
                 self._call("cuIpcCloseMemHandle", address)
