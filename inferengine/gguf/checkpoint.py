@@ -103,6 +103,7 @@ MIXTRAL = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+MOST_SOURCES = 1 << 20  # tensors of a checkpoint: a hostile file could announce one for each of its bytes
 PLAIN = ("attn_sinks",)  # parameters that a checkpoint names without "weight"
 BUFFERS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read for config.json
 
@@ -329,6 +330,8 @@ def config_values(path: Path) -> dict[str, Any]:
         raise refused(path, "the tensor token_embd.weight is missing: it holds no whole language model")
     eps = metadata.number("attention.layer_norm_rms_epsilon", metadata.number("attention.layer_norm_epsilon"))
     head_dim, heads = metadata.head_dim, metadata.integer("attention.head_count")
+    if not (head_dim and heads):
+        raise refused(path, f"{heads} attention heads of {head_dim} elements compute nothing")
     values: dict[str, Any] = {
         "architectures": [architecture.name],
         "model_type": architecture.model_type,
@@ -445,7 +448,12 @@ def _float_type(file: GgufFile) -> str:
 
 def tensor_sources(path: Path) -> dict[str, Source]:
     """Return the checkpoint's tensors by name. Raises ConfigError naming a tensor of the file that has no place."""
-    return dict(_sources(read_gguf(path)))
+    sources: dict[str, Source] = {}
+    for name, source in _sources(read_gguf(path)):
+        sources[name] = source
+        if len(sources) > MOST_SOURCES:
+            raise refused(path, f"the tensor {source.info.name[:80]} makes more than {MOST_SOURCES} of one model")
+    return sources
 
 
 def _sources(file: GgufFile) -> Iterator[tuple[str, Source]]:

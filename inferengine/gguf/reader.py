@@ -26,6 +26,7 @@ VERSIONS = (2, 3)
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 MOST_DIMENSIONS = 4
 LONGEST_NAME = 1 << 16  # bytes of a key or of a tensor's name
+MOST_TEXTS = 1 << 22  # of a list; a vocabulary's merges are half a million
 ALIGNMENT = 32  # bytes; of tensors, if the file does not name another
 SHORT_LIST = 256  # lists of at most so many numbers are decoded at once
 
@@ -293,6 +294,8 @@ class _Cursor:
             self.at += count * struct.calcsize("<" + SCALARS[item])
             return found
         self.expect(count, 8, "texts")
+        if count > MOST_TEXTS:
+            raise refused(self.path, f"a list of {count} texts is too long")
         for _ in range(count):
             self._skip_text()
         return found

@@ -59,6 +59,8 @@ MATHEMATICAL = (
     "top", "untie", "use", "value", "vocab", "weight", "width", "window", "yarn",
 )
 # fmt: on
+LAYER_COUNTS = ("num_hidden_layers", "n_layer")
+MOST_LAYERS = 4096  # each is built before the first tensor shows whether it exists
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -112,6 +114,8 @@ class ConfigReader:
         value = int(value)
         if value < least:
             raise refused(f"{self.where}: {name} must be at least {least}; got {value}")
+        if name in LAYER_COUNTS and value > MOST_LAYERS:
+            raise refused(f"{self.where}: {name} must be at most {MOST_LAYERS}; got {value}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, *, zero: bool = False) -> float:

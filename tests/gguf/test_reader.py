@@ -14,7 +14,7 @@ import pytest
 from inferengine.config import Config
 from inferengine.config.model_path import model_folder, served_name, to_fetch, weight_paths
 from inferengine.errors import ConfigError
-from inferengine.gguf.checkpoint import config_values
+from inferengine.gguf.checkpoint import config_values, tensor_sources
 from inferengine.gguf.reader import LazyList, read_gguf
 
 MUCH = 1 << 62
@@ -55,6 +55,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a very long text": (header(pair("k", 8, struct.pack("<Q", MUCH)), values=1), "it ends before the"),
     "a very long list": (header(pair("k", 9, struct.pack("<IQ", 4, MUCH)), values=1), "it ends before the"),
     "a very long list of texts": (header(pair("k", 9, struct.pack("<IQ", 8, MUCH)), values=1), "it ends before the"),
+    "very many texts": (
+        with_data(header(pair("k", 9, struct.pack("<IQ", 8, 5 << 20)), values=1), 40 << 20),
+        "a list of 5242880 texts is too long",
+    ),
     "lists in lists": (header(pair("k", 9, struct.pack("<IQ", 9, 1)), values=1), "a list has items of type 9"),
     "a type of values": (header(pair("k", 77, b""), bytes(9), values=1), "a value is of type 77"),
     "text that is none": (header(pair("k", 8, struct.pack("<Q", 2) + b"\xff\xfe"), values=1), "is not UTF-8"),
@@ -106,14 +110,31 @@ def test_every_cut_and_every_changed_byte_is_read_or_refused(tmp_path: Path) -> 
     assert all(message.startswith("bad-") for message in messages)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "granite", "phi3"])
+@pytest.mark.parametrize("changed", [{"heads": 0}, {"embedding": 0}])
+def test_heads_of_no_size_are_refused_by_name(architecture: str, changed: dict[str, int], tmp_path: Path) -> None:
+    path = model(tmp_path / "m.gguf", architecture=architecture, blocks=46, **changed)
+    with pytest.raises(ConfigError, match="attention heads of"):
+        config_values(path)
+
+
+def test_a_tensor_for_each_byte_is_refused_before_the_memory_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    kind = pair("general.architecture", 8, text("qwen3moe"))
+    experts = tensor("blk.0.ffn_up_exps.weight", 1, 1, 2 << 20, kind=24)
+    path.write_bytes(with_data(header(kind, experts, tensors=1, values=1), 2 << 20))
+    with pytest.raises(ConfigError, match=r"ffn_up_exps\.weight makes more than 1048576 of one model"):
+        tensor_sources(path)
+
+
 def model(path: Path, **values: Any) -> Path:
     """A tiny file of one layer without all its tensors."""
     writer = gguf.GGUFWriter(path, values.get("architecture", "llama"))
     writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_block_count(1)
+    writer.add_embedding_length(values.get("embedding", 32))
+    writer.add_block_count(values.get("blocks", 1))
     writer.add_feed_forward_length(64)
-    writer.add_head_count(2)
+    writer.add_head_count(values.get("heads", 2))
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_token_list(["a", "b", "c"] * 200)
     for name, kind in {"token_embd.weight": "F32", **values.get("tensors", {})}.items():
