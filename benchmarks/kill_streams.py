@@ -53,7 +53,6 @@ SETTINGS = {
     "http.request_timeout_s": "3600",  # kills come quicker than a busy machine computes
 }
 LOGPROB_TOLERANCE = 1e-3
-CONTROL_ROUNDS = 1
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 40}, "age": {"type": "integer"}},

@@ -38,7 +38,6 @@ class FleetEngine:
 
     number: int
     revision: int
-    added_s: float
     state: EngineState = EngineState.STARTING
     address: str = ""
     node: str = ""
@@ -87,7 +86,7 @@ class Ledger:
 
     def add(self, number: int, revision: int, now: float) -> FleetEngine:
         """Record an engine that was started, by this directory or by an earlier run of it."""
-        engine = self.engines[number] = FleetEngine(number, revision, now, changed_s=now)
+        engine = self.engines[number] = FleetEngine(number, revision, changed_s=now)
         self._next = max(self._next, number + 1)
         return engine
 

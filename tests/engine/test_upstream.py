@@ -22,9 +22,10 @@ from inferengine.config import Config
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.process import build_executor
 from inferengine.engine.service import EngineService
-from inferengine.engine.upstream.completions import error_of_status, ids_of_text
+from inferengine.engine.upstream.completions import EXTENSIONS, REFUSED, STANDARD, error_of_status, ids_of_text
 from inferengine.engine.upstream.relay import UpstreamLoop
 from inferengine.errors import ConfigError
+from inferengine.sampling_params import SamplingParams
 from inferengine.text import fingerprint
 from inferengine.wire import messages
 from inferengine.wire.messages import Cancel
@@ -438,6 +439,13 @@ def test_fields_that_the_operator_names_are_passed_on() -> None:
     with FakeServer(speaks("x")) as server, relay(server.url, upstream={"fields": "top_k"}) as service:
         ask(service, params={"top_k": 4})
         assert server.bodies[0]["top_k"] == 4
+
+
+def test_every_sampling_field_is_sent_to_an_upstream_or_refused_or_done_here() -> None:
+    sent_in_another_form = {"seed", "logit_bias", "logprobs"}
+    done_here = {"max_tokens", "n", "stop", "include_stop_str_in_output", "skip_special_tokens"}
+    fields = set(SamplingParams.__struct_fields__)
+    assert fields == {*STANDARD, *EXTENSIONS, *REFUSED, *sent_in_another_form, *done_here}
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.0, "top_k": 3, "min_p": 0.5}])

@@ -97,7 +97,7 @@ _MXFP4 = Rules(
         MoeRule(MANY, GroupedConfig(128, 128, 128, 8, 3, True), GroupedConfig(128, 128, 128, 4, 3, True)),
     ),
 )
-# Of GGUF files; not measured on a card. The tiles are those of dispatch.py's rules for dense products of these formats.
+# For GGUF files. The tiles were not chosen by measurement: they are dispatch.py's for dense products of these formats.
 _BLOCKS = Rules(
     (MoeRule(32, PairConfig(16, 32, 4), PairConfig(16, 32, 4)),),
     (
