@@ -22,12 +22,22 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import jinja2.visitor
 
 from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.text.template_limits import (
+    LIMITED_FILTERS,
+    MOST_CHARACTERS,
+    TooLarge,
+    check_call,
+    check_operator,
+    check_text,
+    limited,
+)
 from inferengine.text.tokenizer import read_json, special_token_strings
 from inferengine.text.tool_parsers.custom import custom_arguments
 
-MAX_OUTPUT_CHARACTERS = 8_000_000
+MAX_OUTPUT_CHARACTERS = MOST_CHARACTERS
 TIME_LIMIT_S = 10.0
 MAX_ITEMS = 16_384  # messages of a conversation, and parts of a message
 # Names that a request's chat_template_kwargs may not replace.
@@ -156,6 +166,10 @@ class ChatTemplate:
                 parts.append(part)
         except InferEngineError:
             raise
+        except TooLarge as error:
+            raise _refused(str(error)) from None
+        except MemoryError:
+            raise _refused("needs too much memory") from None
         except jinja2.TemplateError as error:
             raise InvalidRequest("messages", f"refused by the chat template: {error}") from None
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
@@ -321,11 +335,13 @@ class _Generation(jinja2.ext.Extension):
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox, with a time limit that is checked in every iteration of a loop and every call of a macro."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"+", "%", "*", "**"})
 
     def __init__(self, now: Callable[[], datetime]) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         self.filters["tojson"] = _tojson
+        self.filters |= {name: limited(name, self.filters[name]) for name in LIMITED_FILTERS}
+        del self.globals["lipsum"]  # makes any number of words
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: now().strftime(form)
         self._clock = threading.local()
@@ -342,21 +358,37 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return ""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        tree = super()._parse(source, name, filename)
+        tree: jinja2.nodes.Template = _Concatenations().visit(super()._parse(source, name, filename))
         for node in tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)):
             call = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("check_clock"), [], [], None, None)
             node.body.insert(0, jinja2.nodes.ExprStmt(call).set_lineno(node.lineno))  # type: ignore[attr-defined]
         return tree
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """Refuse products and powers that are larger than an output may be."""
-        if operator == "**" and not (abs(left) <= 1000 and abs(right) <= 100):
-            raise _refused("computes a power that is too large")
-        for sized, times in ((left, right), (right, left)):
-            repeats = isinstance(sized, str | list | tuple) and isinstance(times, int)
-            if repeats and len(sized) * times > MAX_OUTPUT_CHARACTERS:
-                raise _refused("repeats a value too often")
+        """Compute an operator whose result may not be too large."""
+        check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: jinja2.runtime.Context, function: Any, /, *values: Any, **named: Any) -> Any:
+        """Call a function whose result may not be too large."""
+        check_call(function, values, named)
+        return super().call(context, function, *values, **named)
+
+    def join_texts(self, *parts: Any) -> str:
+        """Compute the operator `~`, which jinja2 leaves to no method."""
+        texts = [str(part) for part in parts]
+        check_text(texts)
+        return "".join(texts)
+
+
+class _Concatenations(jinja2.visitor.NodeTransformer):
+    """Replaces each `~` by a call of join_texts."""
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:  # noqa: N802  (jinja2's name)
+        """Replace one."""
+        self.generic_visit(node)
+        function = jinja2.nodes.EnvironmentAttribute("join_texts")
+        return jinja2.nodes.Call(function, node.nodes, [], None, None).set_lineno(node.lineno)
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import tracemalloc
 from datetime import datetime
 from typing import Any
 
@@ -219,6 +220,66 @@ def test_the_date_is_the_clocks() -> None:
 def test_the_sandbox_refuses(attack: str) -> None:
     with pytest.raises(InvalidRequest):
         render(attack)
+
+
+@pytest.mark.parametrize(
+    "greedy",
+    [
+        "{{ '%0900000000d' % 1 }}",
+        "{{ '%*d' % (900000000, 1) }}",
+        "{{ '%0900000000d'|format(1) }}",
+        "{{ '{:>900000000}'.format('a') }}",
+        "{{ '{:>{}}'.format('a', 900000000) }}",
+        "{{ '{:>{w}}'.format('a', w=900000000) }}",
+        "{{ 'a'|center(900000000) }}",
+        "{{ 'a'.ljust(900000000) }}",
+        "{{ 'a'.zfill(900000000) }}",
+        "{{ '\t\t'.expandtabs(900000000) }}",
+        "{% set x = 'a' * 4000000 %}{{ x.replace('a', x) }}",
+        "{% set x = 'a' * 4000000 %}{{ x|replace('a', x) }}",
+        "{% set x = 'a' * 4000000 %}{{ x.join([''] * 400000) }}",
+        "{% set x = 'a' * 4000000 %}{{ ([''] * 400000)|join(x) }}",
+        "{% set x = 'a' * 4000000 %}{{ range(99999)|map('string')|join(x) }}",
+        "{{ ('a\n' * 1000000)|indent(100000) }}",
+        "{{ [1]|batch(900000000, 'x')|list|length }}",
+        "{{ [1]|slice(900000000)|list|length }}",
+        "{{ [[1]]|tojson(indent=900000000) }}",
+        "{% set n = namespace(s='ab') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% set n = namespace(s='ab') %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{% set n = namespace(s=[1]) %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{% set n = namespace(s=3) %}{% for i in range(40) %}{% set n.s = n.s * n.s %}{% endfor %}",
+        "{{ lipsum(n=900000) }}",
+    ],
+)
+def test_no_step_of_a_template_takes_much_memory(greedy: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest):
+            render(greedy)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 100 << 20
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{{ 1 ~ none ~ 'x' ~ [1] ~ missing }}", "1Nonex[1]"),
+        ("{{ 'a' + 'b' }} {{ 1 + 2.5 }} {{ [1] + [2] }} {{ 7 % 4 }} {{ '%s-%05.2f' % ('x', 1.5) }}",
+         "ab 3.5 [1, 2] 3 x-01.50"),
+        ("{{ '%s of %d'|format('one', 20240101123456) }} {{ '{:>5}|{}'.format('a', 20240101123456) }}",
+         "one of 20240101123456     a|20240101123456"),
+        ("{{ 'a,b'|replace(',', ';') }} {{ ['a', 1]|join('-') }} {{ 'a'|center(3) }} {{ 'x\ny'|indent(2) }}",
+         "a;b a-1  a  x\n  y"),
+        ("{% macro f(function, context) %}{{ function }}{{ context }}{% endmacro %}{{ f(context=1, function=2) }}",
+         "21"),
+        ("{{ [1, 2, 3]|batch(2)|list }} {{ 'aXa'.replace('X', '') }} {{ '-'.join(['a', 'b']) }}",
+         "[[1, 2], [3]] aa a-b"),
+    ],
+)  # fmt: skip
+def test_what_templates_compute_is_what_it_was(template: str, shown: str) -> None:
+    assert render(template) == shown
 
 
 @pytest.mark.parametrize(
