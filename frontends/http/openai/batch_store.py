@@ -747,9 +747,12 @@ def _no_file() -> InferEngineError:
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """The lines of a file, whatever the pieces it is kept in."""
-    rest = b""
+    parts: list[bytes] = []  # of a line that has not ended: joined once, so that a long one takes linear time
     for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
-    if rest:
+        first, *others = chunk.split(b"\n")
+        parts.append(first)
+        for begun in others:
+            yield b"".join(parts)
+            parts = [begun]
+    if rest := b"".join(parts):
         yield rest

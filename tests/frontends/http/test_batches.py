@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -429,3 +430,16 @@ def test_answers_are_what_the_document_says(served: House) -> None:
     assert held.keys() == {one for one in ANSWERS if one[1].startswith(("/v1/files", "/v1/batches"))}
     for (method, path), answer in held.items():
         answer_validator(document, method, path, "application/json").validate(answer)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_lines_are_the_same_however_a_file_is_cut(size: int) -> None:
+    content = b"one\n\ntwo\r\nthree"
+    chunks = (content[at : at + size] for at in range(0, len(content), size))
+    assert list(batch_store._lines(chunks)) == [b"one", b"", b"two\r", b"three"]
+
+
+def test_a_line_of_a_whole_file_is_read_in_linear_time() -> None:
+    begun = time.process_time()
+    assert [len(line) for line in batch_store._lines(b"a" * 4096 for _ in range(8192))] == [8192 * 4096]
+    assert time.process_time() - begun < 1.0
