@@ -1,12 +1,12 @@
-"""Long runs of the service: mixed load under faults for hours, or the three phases of clients that come and go.
+"""Long runs of the service: mixed load under faults for hours (mixed.py), or connecting clients (clients.py).
 
     python -m benchmarks.soak --hours 1 [--rate 1.2] [--seed 1] [--device cpu] [--json FILE] [--plots FOLDER]
-    python -m benchmarks.soak --hours 1 --faults "kill engine,freeze ws"     these once each, then the end
-    python -m benchmarks.soak --judge FOLDER [--json FILE] [--plots FOLDER]  the verdict on a run once more
+    python -m benchmarks.soak --hours 1 --faults "kill engine,freeze ws"     only these faults, once each
+    python -m benchmarks.soak --judge FOLDER [--json FILE] [--plots FOLDER]  judge a finished run again
     python -m benchmarks.soak [--cycles 10000] [--idle 1000] [--streams 200] [--json FILE]
 
-The exit code of a mixed run is 1 if a request met what no fault explains, if anything was left in a quiet window, or if
-a process grew.
+The exit code of a mixed run is 1 if no fault explains the outcome of a request, if anything was left in a quiet window,
+or if a process grew.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def main() -> int:
     parser.add_argument(
         "--kills", type=float, default=mixed.KILLS, help="share of the time in which processes are killed"
     )
-    parser.add_argument("--faults", default="", metavar="NAME,NAME", help="these, once each, in this order")
+    parser.add_argument("--faults", default="", metavar="NAME,NAME", help="only these faults, once each, in this order")
     parser.add_argument("--folder", type=Path, help="where samples.jsonl, run.json and service.log are left")
-    parser.add_argument("--judge", type=Path, metavar="FOLDER", help="of a run that has ended")
+    parser.add_argument("--judge", type=Path, metavar="FOLDER", help="judge the finished run in this folder")
     parser.add_argument("--json", type=Path, help="write the result here, with figures by the minute")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write SVG files here (needs matplotlib)")
     options = parser.parse_args()

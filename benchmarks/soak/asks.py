@@ -1,7 +1,7 @@
-"""One request over one of the front ends or the wire, read strictly: one end for each choice, nothing after it.
+"""Makes one request over a front end or the wire, and checks strictly that each choice ends once and nothing follows.
 
-A request is a Case of benchmarks.kill_streams, made in a manner: read to the end, read slowly, cancelled in the middle,
-or detached, left and resumed. Texts are compared with the case's reference where the request came to its end.
+A request is a Case of benchmarks.kill_streams, read in one of four manners: to the end, slowly, cancelled in the
+middle, or detached, left and resumed. The text of a request that ended is compared with the case's reference.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from inferengine.structured_output.spec import read_grammar
 
 MANNERS = ("read", "slow", "cancel", "resume")
 SLOW_S = 0.15  # between two reads of a slow reader
-RESUME_S = 90.0  # how long a client tries to read on
-LONGEST_S = 420.0  # of a request: beyond it something hangs
+RESUME_S = 90.0  # how long a client tries to resume
+LONGEST_S = 420.0  # a request that takes longer hangs
 Texts = list[tuple[str, Any]]  # per choice: text (and calls), finish reason
 
 
@@ -38,15 +38,15 @@ class Lost(Exception):
 
 
 class Refused(Exception):
-    """Said before the request was accepted: a code of 429 or 503."""
+    """The request was refused before it was accepted, with status 429 or 503."""
 
 
 class Wrong(Exception):
-    """What must never happen."""
+    """Something happened that must never happen."""
 
 
 class Times:
-    """When the parts of a stream came."""
+    """Arrival times of a stream's output, in seconds."""
 
     def __init__(self) -> None:
         self.started_s = time.monotonic()
@@ -55,7 +55,7 @@ class Times:
         self._last_s = 0.0
 
     def note(self) -> None:
-        """Something came."""
+        """Record that output arrived."""
         now = time.monotonic()
         if self.first_s is None:
             self.first_s = now - self.started_s
@@ -74,7 +74,7 @@ class Result(NamedTuple):
 
 
 class Asker:
-    """Makes requests at one service."""
+    """A client of one service, over HTTP, websocket and the wire."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -90,7 +90,7 @@ class Asker:
         await self.second.close()
 
     async def ask(self, case: Case, manner: str, key: Key, draw: random.Random) -> Result:
-        """To its end; never raises."""
+        """Make a request and read it in its manner. Never raises: the result tells what happened."""
         times = Times()
         try:
             async with asyncio.timeout(LONGEST_S):
@@ -140,7 +140,7 @@ class Asker:
                 async with self.http.stream(method, path, json=body or None, headers=headers) as response:
                     if response.status_code != 200:
                         _check(response, (await response.aread()).decode())
-                    held: list[dict[str, Any]] = []  # events of a piece whose id has not come
+                    held: list[dict[str, Any]] = []  # events that came before the id of their piece
                     async for event_id, event in _events(response):
                         if event is None:
                             for one in held:
@@ -211,7 +211,7 @@ class Asker:
     async def _wire(self, case: Case, manner: str, key: Key, draw: random.Random, times: Times) -> Texts | None:
         client = self.wire
         try:
-            if manner == "resume":  # its connection ends in the middle
+            if manner == "resume":  # a client of its own, whose connection is closed in the middle
                 client = AsyncClient(self.service.engine, name="soak-resume", status_address="")
             submission = await self._submit(client, case, manner)
             reader = WireReader(submission, manner, draw, times)
@@ -256,7 +256,7 @@ class Asker:
 
 
 class WireReader:
-    """Reads all choices of one submission, and of the one that attaches to it after a lost connection."""
+    """Reads all choices of a submission, and of the one that attaches to it after the connection was closed."""
 
     def __init__(self, submission: Submission, manner: str, draw: random.Random, times: Times) -> None:
         self._manner, self._times = manner, times
@@ -270,11 +270,11 @@ class WireReader:
 
     @property
     def ended(self) -> bool:
-        """Whether each choice has its end."""
+        """Whether each choice has ended."""
         return all(reason is not None for _, reason in self._got)
 
     async def read(self, submission: Submission, *, again: bool = False) -> None:
-        """To the end, or to where its connection is to be lost."""
+        """Read to the end, or to the point where the connection is to be closed."""
         streams = enumerate(submission.streams)
         await asyncio.gather(*(self._stream(place, stream, submission, again) for place, stream in streams))
 
@@ -283,7 +283,7 @@ class WireReader:
         async for delta in stream:
             self._times.note()
             if got[1] is not None:
-                if again and not delta.text:  # the end of a choice comes again to who attaches
+                if again and not delta.text:  # the end of a choice is sent again after an attach
                     continue
                 raise Wrong("output after the end")
             got[0] += delta.text
@@ -300,7 +300,7 @@ class WireReader:
 
 
 class SocketReader:
-    """Reads one request from one socket after the other."""
+    """Reads one request, over several sockets if it is resumed."""
 
     def __init__(self, case: Case, manner: str, draw: random.Random, times: Times) -> None:
         self._manner, self._draw, self._times = manner, draw, times
@@ -315,7 +315,7 @@ class SocketReader:
         return [(text, reason) for text, reason in self._got]
 
     async def read(self, socket: ClientConnection) -> bool:
-        """Returns whether the request has ended; else it is to be resumed."""
+        """Read from a socket. Returns whether the request has ended; otherwise it is to be resumed."""
         accepted = False
         ended = [False] * len(self.cursors)
         while True:
@@ -338,7 +338,7 @@ class SocketReader:
             if ended[choice]:
                 raise Wrong(f"a frame {kind} after the end of its choice")
             self._times.note()
-            if self._got[choice][1] is None or self._manner != "resume":  # done frames come again to who resumes
+            if self._got[choice][1] is None or self._manner != "resume":  # done frames are sent again after a resume
                 self._got[choice][0] += message["text"] + _calls(message.get("tool_calls"))
             self.cursors[choice] = message["cursor"]
             if kind == "done":
@@ -358,7 +358,7 @@ class SocketReader:
                 await socket.send(json.dumps({"type": "cancel", "id": "a"}))
 
     async def _nothing_follows(self, socket: ClientConnection) -> None:
-        """After the end of a request the socket serves on, and says nothing more about it."""
+        """Check that the socket still works after the end of a request, and sends no more frames about it."""
         try:
             await socket.send(json.dumps({"type": "ping", "nonce": "after"}))
             while (message := json.loads(await socket.recv()))["type"] != "pong":
@@ -369,7 +369,7 @@ class SocketReader:
 
 
 async def bad_request(asker: Asker, key: Key, draw: random.Random) -> str:
-    """A request that must be refused with its own status. Returns what was wrong with the answer, or "" if nothing."""
+    """Make a request that must be refused with a certain status. Returns what was wrong with the answer, or ""."""
     good: dict[str, Any] = {"prompt": "x", "max_tokens": 4}
     broken = {**key.headers, "Content-Type": "application/json"}
     cases: list[tuple[int, Callable[[], Any]]] = [
@@ -420,7 +420,7 @@ def _check(response: httpx.Response, text: str) -> None:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[tuple[str | None, dict[str, Any] | None]]:
-    """The events and their ids; None is [DONE], after which nothing may come. Raises Lost without [DONE]."""
+    """Yield ids and events; the event None stands for [DONE]. Raises Wrong for data after it, Lost without it."""
     event_id, done = None, False
     async for line in response.aiter_lines():
         if done and line.strip() and not line.startswith(":"):

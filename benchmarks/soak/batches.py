@@ -1,4 +1,4 @@
-"""One batch from the upload to the last line: each line ends once, each text is the one of the same request alone."""
+"""Runs one batch from the upload to the last line, and checks that each line ends once with the expected text."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 def is_refused(number: int) -> bool:
-    """Whether this line asks for what there is not, so that both files have lines."""
+    """Return whether this line's request is invalid. Some are, so that output and error file both have lines."""
     return number % 6 == 5
 
 
 def body(number: int) -> dict[str, Any]:
-    """The request of a line."""
+    """Return the request of a line."""
     asked = {"prompt": f"Once upon a time {number}", "max_tokens": 16, "temperature": 0}
     return {**asked, "top_p": 7} if is_refused(number) else asked
 
 
 async def one_batch(asker: Asker, key: Key, disturbances: Disturbances, texts: dict[int, str]) -> tuple[str, str]:
-    """Returns ended, refused (a full disk) or wrong, and the detail. Raises TransportError without a fault."""
+    """Run a batch. Returns `ended`, `refused` (a full disk) or `wrong`, and the detail.
+
+    Raises TransportError if the connection fails although no fault explains it.
+    """
     client = _Client(asker, key, disturbances)
     lines = "\n".join(
         json.dumps({"custom_id": str(number), "method": "POST", "url": URL, "body": body(number)})
@@ -72,7 +75,7 @@ async def one_batch(asker: Asker, key: Key, disturbances: Disturbances, texts: d
 
 
 def compare(found: list[dict[str, Any]], texts: dict[int, str]) -> list[str]:
-    """What is wrong with these results."""
+    """Return what is wrong with these results."""
     problems = []
     numbers = [int(result["custom_id"]) for result in found]
     if sorted(numbers) != list(range(LINES)):
@@ -87,7 +90,7 @@ def compare(found: list[dict[str, Any]], texts: dict[int, str]) -> list[str]:
 
 
 class _Client:
-    """Asks again while there is no front end, no engine or no room on the disk."""
+    """Repeats requests while there is no front end, no engine or no room on the disk."""
 
     def __init__(self, asker: Asker, key: Key, disturbances: Disturbances) -> None:
         self._http, self._key, self._disturbances = asker.http, key, disturbances

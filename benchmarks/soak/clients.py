@@ -1,14 +1,15 @@
-"""Clients that connect and disconnect for a long time: what leaks, what stalls, how long an outage lasts.
+"""Clients that connect and disconnect for a long time: finds leaks, stalls and the length of outages.
 
-The real engine with a simulated device, `inferengine http` and `inferengine ws`, each a process of its own:
+The real engine with a simulated device, `inferengine http` and `inferengine ws` run as three processes. There are three
+phases:
 
-  cycles     clients connect, ask for a stream and leave at a random moment, in a random way: read to the end, close,
-             reset, half a request
-  idle       so many streams stay open while the engine says nothing on them; others are served meanwhile
-  restart    the engine is killed in the middle of streams that do not go on: how long until each has its end, and
-             until one is served (streams that go on: benchmarks/kill_streams.py)
+  cycles     clients connect, request a stream and leave at a random moment, in a random way: after reading to the end,
+             by closing, by a reset, or after half a request
+  idle       many streams stay open without output while others are served
+  restart    the engine is killed in the middle of streams that opted out of being resubmitted: how long until each
+             stream has ended, and until a new one is served (resubmitted streams: benchmarks/kill_streams.py)
 
-At the end nothing may be left: no KV block, no request, no open file in any process, and memory that does not grow.
+At the end no KV block, request or additional open file may be left in any process.
 
     python -m benchmarks.soak [--cycles 10000] [--idle 1000] [--streams 200] [--json FILE]
 """
@@ -45,13 +46,13 @@ HTTP_PORT, WS_PORT = 8941, 8942
 CONCURRENT = 64
 WAYS = ("read", "close", "reset", "half")
 STEP_S = 0.002
-MAX_RUNNING = 256  # the rest of the idle streams waits; those of the restart all run
-FILES_GRACE = 8  # open files that may differ: a log, a socket of the figures' own request
+MAX_RUNNING = 256  # running sequences: idle streams beyond it wait, the streams of the restart all run
+FILES_GRACE = 8  # open files that may differ: a log, the socket of the request for figures
 SETTLE_S = 20.0
 
 
 def run_engine(address: str) -> None:
-    """The engine's process."""
+    """Run the engine; the target of its process."""
     files = tokenizer_files()
     card = ModelCard("soak", Path("/nowhere"), files, fingerprint(files), ())
     capacity = make_capacity(num_blocks=8192, max_num_seqs=MAX_RUNNING)._replace(
@@ -80,7 +81,7 @@ def ws_request(tokens: int) -> bytes:
 
 
 async def one_cycle(draw: random.Random) -> str:
-    """One client's life. Returns how it left."""
+    """Run one client from its connection to its end. Returns how it left."""
     way, is_http = draw.choice(WAYS), draw.random() < 0.5
     reader, writer = await asyncio.open_connection("127.0.0.1", HTTP_PORT if is_http else WS_PORT)
     try:
@@ -116,7 +117,7 @@ async def _until(reader: asyncio.StreamReader, mark: bytes) -> None:
 
 
 async def cycles(count: int, seed: int) -> dict[str, int]:
-    """So many clients' lives, CONCURRENT of them at a time."""
+    """Run `count` clients, CONCURRENT of them at a time. Returns how many left in each way."""
     ways = dict.fromkeys((*WAYS, "failed"), 0)
     numbers = iter(range(count))
 
@@ -132,7 +133,10 @@ async def cycles(count: int, seed: int) -> dict[str, int]:
 
 
 async def idle(count: int) -> dict[str, float]:
-    """Open sockets and streams that nobody feeds: half the sockets say nothing, half have a long queue before them."""
+    """Open `count` sockets without output, and time requests for figures meanwhile.
+
+    Half of the sockets send nothing after the handshake; half wait in a long queue.
+    """
     writers, before = [], time.monotonic()
     for number in range(count):
         _, writer = await asyncio.open_connection("127.0.0.1", HTTP_PORT if number % 2 else WS_PORT)
@@ -150,7 +154,7 @@ async def idle(count: int) -> dict[str, float]:
 
 
 async def stream_to_its_end(begun: asyncio.Semaphore, killed: asyncio.Event) -> float:
-    """Seconds from the engine's death to the stream's end, an error event and [DONE]."""
+    """Return the seconds from the engine's death to the stream's end (an error event and [DONE])."""
     reader, writer = await asyncio.open_connection("127.0.0.1", HTTP_PORT)
     writer.write(http_request(7000))
     try:
@@ -170,7 +174,7 @@ def figures() -> dict[str, Any]:
 
 
 def settled() -> dict[str, Any]:
-    """The engine's figures once nothing runs, or as they are after SETTLE_S."""
+    """Return the engine's figures when nothing runs any more, at the latest after SETTLE_S."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         stats = figures()
@@ -185,7 +189,7 @@ def open_files(pid: int) -> int:
 
 
 class House:
-    """The three processes."""
+    """The engine's, the HTTP front end's and the websocket front end's process."""
 
     def __init__(self, folder: str) -> None:
         self.address = f"ipc://{folder}/engine.sock"
@@ -202,7 +206,7 @@ class House:
         self.engine.start()
 
     def state(self) -> dict[str, dict[str, float]]:
-        """Open files and memory of each process."""
+        """Return open files and memory of each process."""
         pids = {"engine": self.engine.pid, "http": self.http.pid, "ws": self.ws.pid}
         return {
             name: {"files": open_files(pid), "rss_mib": round(memory_mib(pid), 1)}
@@ -219,7 +223,7 @@ class House:
 
 
 async def restart(house: House, streams: int) -> dict[str, float]:
-    """Kill the engine under `streams` streams and start it anew; the front ends are left alone."""
+    """Kill the engine while `streams` streams run, and start it again. The front ends keep running."""
     begun, killed = asyncio.Semaphore(0), asyncio.Event()
     reading = [asyncio.create_task(stream_to_its_end(begun, killed)) for _ in range(streams)]
     async with asyncio.timeout(30):

@@ -1,15 +1,15 @@
-"""What was done to the service and when, so that what a client met can be told from a fault of the product."""
+"""Records the faults that were injected and when, to tell their consequences from faults of the product."""
 
 from __future__ import annotations
 
 import time
 from typing import NamedTuple
 
-SETTLES_S = 15.0  # after a part is back: its peers find it again
+SETTLES_S = 15.0  # how long peers may take to find a part again after it is back
 
 
 class Disturbance(NamedTuple):
-    """`what`: a fault and the part that it met, such as `kill engine`. `over_s`: None while it lasts."""
+    """An injected fault. `what`: the fault and its part, such as `kill engine`. `over_s`: None while it lasts."""
 
     what: str
     began_s: float
@@ -23,19 +23,19 @@ class Disturbances:
         self._all: list[Disturbance] = []
 
     def begin(self, what: str) -> int:
-        """Note the beginning. Returns the place for `end`."""
+        """Record the beginning of a fault. Returns the index to pass to `end`."""
         self._all.append(Disturbance(what, time.monotonic(), None))
         return len(self._all) - 1
 
     def end(self, place: int) -> float:
-        """Note that its effect is over. Returns its seconds."""
+        """Record that a fault's effect is over. Returns how many seconds it lasted."""
         found = self._all[place]._replace(over_s=time.monotonic())
         self._all[place] = found
         assert found.over_s is not None
         return found.over_s - found.began_s
 
     def touched(self, what: str, since_s: float) -> bool:
-        """Whether one with these words in its name lasted, or had just ended, at a moment from `since_s` to now."""
+        """Return whether a fault with all these words in its name was in effect, or just over, since `since_s`."""
         return any(
             all(word in one.what.split() for word in what.split())
             and (one.over_s is None or one.over_s + SETTLES_S >= since_s)

@@ -1,4 +1,4 @@
-"""Faults at seeded random moments: kills, freezes, a full disk, steps of the clock, storms of connections, SIGHUP."""
+"""Injects faults at seeded random moments: kills, freezes, a full disk, clock steps, connection storms, SIGHUP."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WEIGHTS = {
     "hang up": 2,
 }
 PAUSE_S = (8.0, 35.0)  # between two faults
-OLD_ENOUGH_S = 12.0  # `up` gives up after five in a row that lived shorter than 10 s
+OLD_ENOUGH_S = 12.0  # age at which a process may be killed: `up` gives up after five runs in a row below 10 s
 FREEZE_S = (0.5, 12.0)
 FULL_S = (8.0, 20.0)
 CLOCK_STEPS_S = (-7200.0, -3600.0, -60.0, -1.0, 1.0, 60.0, 3600.0, 7200.0)
@@ -47,7 +47,7 @@ RELOADED_S = 30.0
 
 
 class Faults:
-    """Does one after the other until its time is over."""
+    """Injects one fault after the other."""
 
     def __init__(self, service: Service, disturbances: Disturbances, seed: int) -> None:
         self._service, self._disturbances, self._draw = service, disturbances, random.Random(seed)
@@ -56,13 +56,13 @@ class Faults:
         self.unexpected: list[str] = []
 
     async def each(self, names: list[str]) -> None:
-        """These in their order, once each."""
+        """Inject these faults in this order, once each."""
         for name in names:
             await asyncio.sleep(self._draw.uniform(1.0, 3.0))
             await self.do(name)
 
     async def some(self, until_s: float, *, kills: bool) -> None:
-        """Until then. `kills`: of whole processes too; else each lives on."""
+        """Inject random faults until `until_s`. `kills`: whether whole processes may be killed."""
         while True:
             await asyncio.sleep(self._draw.uniform(*PAUSE_S))
             if time.monotonic() > until_s:
@@ -74,7 +74,7 @@ class Faults:
             await self.do(name)
 
     async def do(self, name: str) -> None:
-        """One fault, until its effect is over."""
+        """Inject one fault, and wait until its effect is over."""
         kind, _, part = name.partition(" ")
         act = {
             "kill": lambda: self._kill(part), "freeze": lambda: self._freeze(part), "full": self._full_disk,
@@ -117,7 +117,7 @@ class Faults:
         return {"back_after_s": round(time.monotonic() - began_s, 2)}
 
     async def _successor(self, killed_s: float) -> None:
-        """Until front ends are connected to an engine that was started after that moment."""
+        """Wait until front ends are connected to an engine that was started after `killed_s`."""
         headers = self._service.keys[2].headers
         async with httpx.AsyncClient(base_url=self._service.http, timeout=5.0) as http:
             while time.monotonic() < killed_s + BACK_S:
@@ -129,7 +129,7 @@ class Faults:
         raise TimeoutError(f"no new engine after {BACK_S:g} s")
 
     async def _back(self, name: str) -> None:
-        """Until both front ends and the engine serve again."""
+        """Wait until both front ends and the engine serve again."""
         deadline = time.monotonic() + BACK_S
         headers = self._service.keys[0].headers
         want = 2 if name.startswith("http") else 1
@@ -180,7 +180,7 @@ class Faults:
         return {"offset_s": offset}
 
     async def _storm(self) -> dict[str, Any]:
-        """STORM connections in a burst: a third resets, a third asks for /health, a third leaves half a head."""
+        """Open STORM connections in a burst: a third resets, a third requests /health, a third sends half a head."""
         port = self._draw.choice((self._service.http_port, self._service.ws_port))
         served = failed = 0
 
@@ -213,7 +213,7 @@ class Faults:
         return {"port": "http" if port == self._service.http_port else "ws"}
 
     async def _half_open(self) -> dict[str, Any]:
-        """100 connections that send half a head and wait: each must be closed by the server."""
+        """Open 100 connections that send half a head and wait. The server must close each."""
         closed = 0
 
         async def one(port: int) -> None:
@@ -232,7 +232,7 @@ class Faults:
         return {}
 
     async def _hang_up(self) -> dict[str, Any]:
-        """A key is replaced, then SIGHUP: the new one must be taken and the old one refused by every worker."""
+        """Replace a key and send SIGHUP. Every worker must accept the new key and refuse the old one."""
         old = self._service.passing
         self._service.passing = make_key(f"passing-{self.counts['hang up'] + 1}")
         self._service.write_keys()

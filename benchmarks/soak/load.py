@@ -1,4 +1,4 @@
-"""Mixed load at a given rate; judges what each request met: the consequence of a fault, or a fault of the product."""
+"""Makes mixed load at a given rate, and judges each outcome: the consequence of a fault, or a fault of the product."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORDS = ("queue", "engine", "cache", "block", "token", "stream", "wire", "step",
 
 
 class Note(NamedTuple):
-    """One ended request, as it is written down."""
+    """The record of one ended request."""
 
     at_s: float
     name: str
@@ -41,7 +41,7 @@ class Note(NamedTuple):
 
 
 def soak_cases() -> list[Case]:
-    """Those of kill_streams whose texts can be foretold, shorter; and conversations over the websocket."""
+    """Return the cases of kill_streams with predictable texts, shortened, and conversations over the websocket."""
     made = []
     for case in cases(random.Random(7)):
         if "unseeded" in case.name or "detached" in case.name:
@@ -56,7 +56,7 @@ def soak_cases() -> list[Case]:
 
 
 class Load:
-    """Makes requests until it is stopped, and keeps what became of them."""
+    """Makes requests until it is stopped, and records their outcomes."""
 
     def __init__(self, service: Service, asker: Asker, disturbances: Disturbances, rate: float, seed: int) -> None:
         self.service, self.asker, self.disturbances = service, asker, disturbances
@@ -74,7 +74,7 @@ class Load:
         self._rate, self._draw = rate, random.Random(seed)
 
     async def make_references(self) -> None:
-        """Each case alone, before anything disturbs."""
+        """Run each case alone, before any fault, for its reference text."""
         for case in self.cases:
             result = await self.asker.ask(case, "read", self.service.keys[0], self._draw)
             if result.kind != "ended":
@@ -90,7 +90,7 @@ class Load:
             self.batch_texts[number] = result.texts[0][0]
 
     async def run(self, until_s: float) -> None:
-        """Begin requests at random moments until then."""
+        """Begin requests at random moments until `until_s`."""
         batches = asyncio.create_task(self._batches(until_s))
         while time.monotonic() < until_s:
             await asyncio.sleep(self._draw.expovariate(self._rate))
@@ -127,7 +127,7 @@ class Load:
         self._note(case.kind, case.name, manner, result, began_s)
 
     async def _fresh_grammar(self, draw: random.Random) -> None:
-        """A grammar that was never compiled before."""
+        """Make a request with a grammar that was never compiled before."""
         pattern = f"{draw.choice(WORDS)}{draw.randrange(10**6)} [a-z]{{3,8}}\\."
         body = {"prompt": "x", "max_tokens": 60, "guided_regex": pattern, "seed": draw.randrange(1000)}
         kind = draw.choice(("sse", "json", "ws", "wire"))
@@ -143,7 +143,7 @@ class Load:
         self._short("bad request", kind or "ended", detail, began_s)
 
     async def _quota(self, draw: random.Random) -> None:
-        """Five at once of a key that may have two in flight."""
+        """Make five requests at once with a key that may have two in flight."""
         began_s = time.monotonic()
         case = Case("quota", "json", {"prompt": "x", "max_tokens": 20, "temperature": 0, "ignore_eos": True})
         results = await asyncio.gather(*(self.asker.ask(case, "read", self.service.limited, draw) for _ in range(5)))
@@ -156,7 +156,7 @@ class Load:
             self._short("quota", "ended", "", began_s)
 
     async def _response(self, draw: random.Random) -> None:
-        """In the background, stored, read until it is done."""
+        """Make a stored background response, and poll it until it is done."""
         began_s, key = time.monotonic(), self.service.keys[1]
         asked = {"input": "What is a KV cache?", "background": True, "store": True, "max_output_tokens": 30}
         kind, detail = "ended", ""
@@ -182,7 +182,7 @@ class Load:
         self._short("response", kind, detail, began_s)
 
     async def _batches(self, until_s: float) -> None:
-        """One batch after the other."""
+        """Run one batch after the other."""
         while time.monotonic() < until_s:
             if self.paused:
                 await asyncio.sleep(1.0)

@@ -28,8 +28,8 @@ from inferengine.bench.environment import environment
 SAMPLE_S = 10.0
 CYCLE_S = 150.0
 KILLS = 0.6
-END_S = 450.0  # for open requests to end in a quiet window
-CLEAN_S = 75.0  # until nothing is left of them: a detached request is kept so long, wire.resume_ttl_s
+END_S = 450.0  # how long open requests may take to end in a quiet window
+CLEAN_S = 75.0  # how long their remains may stay: a detached request is kept for wire.resume_ttl_s
 
 
 class Soak:
@@ -42,7 +42,7 @@ class Soak:
         self.windows: list[dict[str, Any]] = []
 
     async def run(self) -> dict[str, Any]:
-        """The whole run. Returns what is beside the samples."""
+        """Do the whole run. Returns its results, without the samples."""
         options = self.options
         service = self._service = Service(self.folder, device=options.device, threads=options.threads, blocks=1024)
         try:
@@ -111,7 +111,7 @@ class Soak:
             await asyncio.to_thread(sampler.take)
 
     async def _quiet(self, load: Load, sampler: Sampler) -> None:
-        """Every request ends, and nothing is left of it."""
+        """Check that every request ends and leaves nothing behind."""
         began_s = time.monotonic()
         while load.open and time.monotonic() < began_s + END_S:
             await asyncio.sleep(0.2)
@@ -147,13 +147,13 @@ class Soak:
 
 
 def raise_file_limit() -> None:
-    """As many open files as the system allows: a storm has a thousand."""
+    """Raise the limit of open files as far as the system allows: a storm opens a thousand connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 65_536)), hard))
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run it in this folder, where samples.jsonl, run.json and service.log are left."""
+    """Do a mixed soak. Leaves samples.jsonl, run.json and service.log in `folder`."""
     raise_file_limit()
     folder.mkdir(parents=True, exist_ok=True)
     document = {"environment": environment(seed=options.seed), **asyncio.run(Soak(options, folder).run())}

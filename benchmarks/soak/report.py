@@ -17,13 +17,13 @@ MOST_EXAMPLES = 20
 
 
 def read(folder: Path) -> tuple[dict[str, Any], Samples]:
-    """What a run has left."""
+    """The files that a run has left, read."""
     lines = (folder / "samples.jsonl").read_text().splitlines()
     return json.loads((folder / "run.json").read_text()), [json.loads(line) for line in lines]
 
 
 def result(run: dict[str, Any], samples: Samples) -> dict[str, Any]:
-    """The document of benchmarks/results."""
+    """Return the result as a document for benchmarks/results."""
     judged = verdicts(samples)
     growing = [
         f"{one['process']} {one['life']}: {figure}"

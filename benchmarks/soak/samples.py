@@ -1,4 +1,4 @@
-"""A sample of what may grow, as a line of JSON: memory, descriptors, threads of each process; latencies; errors."""
+"""Writes samples as lines of JSON: memory, descriptors and threads of each process, latencies, errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def process_figures(pid: int) -> dict[str, float]:
 
 
 def quantile(values: list[float], share: float) -> float | None:
-    """The value below which this share lies; None without values."""
+    """Return the value below which this share of the values lies; None without values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
 
 
@@ -45,7 +45,7 @@ class Sampler:
         self._generations: dict[str, list[Part]] = {}
 
     def stats(self) -> dict[str, Any] | None:
-        """The engine's figures; None while there is none, or no front end."""
+        """Return the engine's figures; None while there is no engine or no front end."""
         with contextlib.suppress(httpx.TransportError, ValueError):
             answer = httpx.get(f"{self._service.http}/stats", headers=self._service.keys[2].headers, timeout=20.0)
             if answer.status_code == 200:
@@ -53,7 +53,7 @@ class Sampler:
         return None
 
     def take(self, *, quiet: bool = False) -> dict[str, Any]:
-        """One sample of now, and of the requests since the last. `quiet`: nothing is open."""
+        """Write a sample of the processes now, and of the requests since the last one. `quiet`: no request is open."""
         sample: dict[str, Any] = {"t": round(time.monotonic() - self._began_s, 2), "quiet": quiet}
         sample["processes"] = []
         for part in self._service.parts():

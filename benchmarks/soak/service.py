@@ -65,12 +65,12 @@ class Key(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a client sends."""
+        """Headers that a client with this key sends."""
         return {"Authorization": f"Bearer {self.secret}"}
 
     @property
     def entry(self) -> str:
-        """Its entry in the file of keys."""
+        """The key's entry in the file of keys."""
         digest = hashlib.sha256(self.secret.encode()).hexdigest()
         lines = ["[[key]]", f'name = "{self.name}"', f'sha256 = "{digest}"']
         if self.requests_per_minute:
@@ -83,7 +83,7 @@ class Key(NamedTuple):
 
 
 def make_key(name: str, *, requests_per_minute: int = 0, max_in_flight: int = 0, admin: bool = False) -> Key:
-    """A new random key."""
+    """Return a new random key."""
     return Key(name, f"ie_{secrets.token_urlsafe(24)}", requests_per_minute, max_in_flight, admin)
 
 
@@ -105,7 +105,7 @@ class Disk:
         self.is_own = subprocess.run(command, capture_output=True).returncode == 0
 
     def fill(self) -> None:
-        """Leave not one byte."""
+        """Fill the disk to the last byte."""
         assert self.is_own
         with (self.folder / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
             os.posix_fallocate(file.fileno(), 0, os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize)
@@ -161,7 +161,7 @@ class Service:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
-        """Until it takes requests."""
+        """Wait until the service takes requests."""
         deadline = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(httpx.TransportError):
@@ -172,23 +172,23 @@ class Service:
             time.sleep(0.2)
 
     def write_keys(self) -> None:
-        """Replace the file of keys at once, as the documents say."""
+        """Replace the file of keys atomically, as the documents advise."""
         path = self.folder / "keys.toml"
         new = path.with_suffix(".new")
         new.write_text("".join(key.entry for key in (*self.keys, self.limited, self.passing)))
         new.rename(path)
 
     def step_clock(self, offset_s: float) -> None:
-        """Set the processes' wall clock so far ahead of the machine's (behind, if negative)."""
+        """Set the processes' wall clock ahead of the machine's by so many seconds; behind, if negative."""
         with self._clock.open("r+b" if self._clock.exists() else "w+b") as file:
             file.write(struct.pack("<d", offset_s))
 
     def hang_up(self) -> None:
-        """SIGHUP to `up`, which passes it on."""
+        """Send SIGHUP to `up`, which passes it on."""
         self.process.send_signal(signal.SIGHUP)
 
     def parts(self) -> list[Part]:
-        """The processes there are now."""
+        """Return the processes of the service."""
         parents: dict[int, list[tuple[int, int]]] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -209,7 +209,7 @@ class Service:
         return found
 
     def orphans(self) -> list[int]:
-        """Processes of this service that do not descend from `up`: workers that finish after their parent's death."""
+        """Return processes that do not descend from `up`: workers that finish after their parent was killed."""
         known = {part.pid for part in self.parts()}
         mark = f"SOAK_CLOCK={self._clock}".encode()
         found = []
@@ -221,11 +221,11 @@ class Service:
         return found
 
     def part(self, name: str) -> list[Part]:
-        """Those of this name."""
+        """Return the processes of this name."""
         return [part for part in self.parts() if part.name == name]
 
     def stop(self) -> int:
-        """SIGTERM; returns the exit code."""
+        """Send SIGTERM and wait. Returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(STOP_S)
@@ -234,7 +234,7 @@ class Service:
             return self.process.wait()
 
     def close(self) -> None:
-        """End what still runs, and unmount."""
+        """Kill what still runs, and unmount the disk."""
         if self.process.poll() is None:
             self.stop()
         self.disk.close()

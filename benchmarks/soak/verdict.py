@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 WARM_UP_S = 300.0
 LEAST_MINUTES = 10
 Z = 1.96
-FIGURES = {"rss_mib": 2.0, "pss_mib": 2.0, "descriptors": 3.0, "threads": 2.0}  # growth over a life that counts
-SHARE = 0.02  # of memory: growth below both is not told from an allocator's drift
+FIGURES = {"rss_mib": 2.0, "pss_mib": 2.0, "descriptors": 3.0, "threads": 2.0}  # least growth over a life that counts
+SHARE = 0.02  # least growth of memory that counts, as a share: less may be an allocator's drift
 Samples = Sequence[dict[str, Any]]
 
 
 class Slope(NamedTuple):
-    """Per hour: the estimate and the ends of its interval."""
+    """A slope per hour: the estimate and the ends of its interval."""
 
     per_hour: float
     low: float
@@ -31,7 +31,7 @@ class Slope(NamedTuple):
 
 
 def theil_sen(points: Sequence[tuple[float, float]]) -> Slope:
-    """The slope of (hours, value) points. Needs at least three of different x."""
+    """Return the slope of (hours, value) points. Needs at least three points with different hours."""
     slopes = sorted(
         (y2 - y1) / (x2 - x1) for i, (x1, y1) in enumerate(points) for x2, y2 in points[i + 1 :] if x2 != x1
     )
@@ -43,7 +43,7 @@ def theil_sen(points: Sequence[tuple[float, float]]) -> Slope:
 
 
 def judge(figure: str, points: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """The verdict on one figure of one life: flat, growing or too short."""
+    """Return the verdict on one figure of one process's life: flat, growing or too short."""
     if len(points) < LEAST_MINUTES:
         return {"verdict": "too short", "minutes": len(points)}
     slope = theil_sen(points)
@@ -82,7 +82,7 @@ def by_minute(rows: Sequence[dict[str, Any]], figure: str) -> list[tuple[float, 
 
 
 def verdicts(samples: Samples) -> list[dict[str, Any]]:
-    """One for each life of each process that lasted, the longest first; each with all FIGURES."""
+    """Return a verdict for each process's life that was long enough, the longest first, with all FIGURES."""
     made = []
     for (name, life), rows in lives(samples).items():
         judged = {figure: judge(figure, by_minute(rows, figure)) for figure in FIGURES}
