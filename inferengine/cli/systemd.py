@@ -107,6 +107,15 @@ def install(arguments: Arguments) -> int:
         print("\n".join([*(f"# ---- run: {line}" for line in commands), f"# ---- then, to start: {START}"]))
     if arguments.values["dry_run"]:
         return ExitCode.OK
+    _install(files, root)
+    if not arguments.values["json"]:
+        print(f"wrote {len(files)} files for {sys.executable}; dashboards and alerts are in {data_folder()}")
+        print(f"to start: {START}")
+    return ExitCode.OK
+
+
+def _install(files: list[File], root: str | None) -> None:
+    """Write the files, below `root` if that is given, else with systemd's commands. Raises ConfigError."""
     try:
         _write((file for file in files if not file.group), Path(root or "/"))
         for line in () if root else BEFORE_CONFIG:  # the user and the folders that the configuration's file needs
@@ -117,10 +126,6 @@ def install(arguments: Arguments) -> int:
     except PermissionError as error:
         words = shlex.join([sys.executable, "-m", "inferengine.cli", "systemd", "install"])
         raise ConfigError("systemd install", f"{error.filename} cannot be written: sudo {words}") from None
-    if not arguments.values["json"]:
-        print(f"wrote {len(files)} files for {sys.executable}; dashboards and alerts are in {data_folder()}")
-        print(f"to start: {START}")
-    return ExitCode.OK
 
 
 def _config_of(arguments: Arguments) -> str:

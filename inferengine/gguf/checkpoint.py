@@ -321,8 +321,10 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def config_values(path: Path) -> dict[str, Any]:
-    """Return what config.json would hold for a file. `quantization_config` lists the types of the tensors that stay
-    packed. Raises ConfigError naming what is missing or not supported."""
+    """Return the content of config.json for a file. `quantization_config` lists the types of tensors that stay packed.
+
+    Raises ConfigError naming what is missing or not supported.
+    """
     file = read_gguf(path)
     architecture, metadata = architecture_of(file), Metadata(file)
     embedding = file.tensors.get("token_embd.weight")
@@ -345,24 +347,42 @@ def config_values(path: Path) -> dict[str, Any]:
     }
     if eps is not None:
         values[architecture.eps] = eps
-    if architecture.model_type == "gpt2":
-        values |= {
-            "n_embd": metadata.integer("embedding_length"), "n_head": heads, "n_layer": metadata.integer("block_count"),
-            "n_positions": metadata.integer("context_length"), "n_inner": metadata.integer("feed_forward_length"),
-            "activation_function": "gelu_new",
-        }  # fmt: skip
-    else:
-        values |= {
-            "hidden_size": metadata.integer("embedding_length"),
-            "num_hidden_layers": metadata.integer("block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
-            "intermediate_size": metadata.integer("feed_forward_length", 1),
-            "max_position_embeddings": metadata.integer("context_length"),
-            "head_dim": head_dim,
-            **_rope(metadata, architecture, head_dim),
-        }
+    values |= _gpt2_sizes(metadata) if architecture.model_type == "gpt2" else _sizes(metadata, architecture)
     values |= architecture.values(metadata)
+    if packed := _packed_types(path):
+        values["quantization_config"] = {"quant_method": "gguf", "tensors": packed}
+    return values
+
+
+def _sizes(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
+    """Return the sizes of a model and its rotary embedding."""
+    heads = metadata.integer("attention.head_count")
+    return {
+        "hidden_size": metadata.integer("embedding_length"),
+        "num_hidden_layers": metadata.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
+        "intermediate_size": metadata.integer("feed_forward_length", 1),
+        "max_position_embeddings": metadata.integer("context_length"),
+        "head_dim": metadata.head_dim,
+        **_rope(metadata, architecture, metadata.head_dim),
+    }
+
+
+def _gpt2_sizes(metadata: Metadata) -> dict[str, Any]:
+    """Return the sizes of a model under GPT-2's own names."""
+    return {
+        "n_embd": metadata.integer("embedding_length"),
+        "n_head": metadata.integer("attention.head_count"),
+        "n_layer": metadata.integer("block_count"),
+        "n_positions": metadata.integer("context_length"),
+        "n_inner": metadata.integer("feed_forward_length"),
+        "activation_function": "gelu_new",
+    }
+
+
+def _packed_types(path: Path) -> dict[str, str]:
+    """Return the block format of each tensor that stays packed. Raises ConfigError for a format that is not read."""
     packed = {name: s.info.type for name, s in tensor_sources(path).items() if s.info.type not in FLOATS}
     for name, kind in packed.items():
         if kind not in PACKED and not (kind == EXPERTS_ALONE and ".experts." in name):
@@ -370,9 +390,7 @@ def config_values(path: Path) -> dict[str, Any]:
             raise refused(
                 path, f"the tensor {name} is stored as {kind}, which is not read", f"the nearest that is: {near}"
             )
-    if packed:
-        values["quantization_config"] = {"quant_method": "gguf", "tensors": packed}
-    return values
+    return packed
 
 
 def _rope(metadata: Metadata, architecture: Architecture, head_dim: int) -> dict[str, Any]:
@@ -386,35 +404,51 @@ def _rope(metadata: Metadata, architecture: Architecture, head_dim: int) -> dict
                 metadata.file.path, f"{turning} of {head_dim} elements of a head turn, which no such model has"
             )
         rope["partial_rotary_factor"] = turning / head_dim
-    kind, factor = metadata.text("rope.scaling.type"), metadata.number("rope.scaling.factor", 1.0)
-    original = metadata.integer("rope.scaling.original_context_length", 0)
-    divisors = [_floats(metadata.file, name) for name in BUFFERS]
-    if divisors[1] and divisors[2]:  # Phi-3's
-        rope |= {"rope_type": "longrope", "long_factor": divisors[1], "short_factor": divisors[2]}
-        rope |= _some(original_max_position_embeddings=original or None)
-        rope |= _some(attention_factor=metadata.number("rope.scaling.attn_factor"))
-    elif divisors[0]:  # Llama 3.1's, computed by the converter
-        rope |= {"rope_type": "longrope", "long_factor": divisors[0], "short_factor": divisors[0]}
-        rope |= {
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": original or metadata.integer("context_length"),
-        }
-    elif kind == "linear":
-        rope |= {"rope_type": "linear", "factor": factor}
-    elif kind == "yarn":
-        rope |= {"rope_type": "yarn", "factor": factor, **architecture.rope}
-        rope |= _some(
-            original_max_position_embeddings=original or None,
-            beta_fast=metadata.number("rope.scaling.yarn_beta_fast"),
-            beta_slow=metadata.number("rope.scaling.yarn_beta_slow"),
-        )
-    elif kind not in (None, "none"):
-        raise refused(metadata.file.path, f"rope.scaling.type = {kind} is not supported; none, linear and yarn are")
+    rope |= _rope_scaling(metadata, architecture)
     if architecture.model_type == "gemma3_text":  # its sliding-window layers have a rotation of their own
         return _some(
             rope_theta=theta, rope_scaling=rope if rope.pop("rope_theta") and rope["rope_type"] != "default" else None
         )
     return {"rope_parameters": rope}
+
+
+def _rope_scaling(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
+    """Return the keys that scale a rotary embedding; none where it is not scaled. Raises ConfigError."""
+    kind, factor = metadata.text("rope.scaling.type"), metadata.number("rope.scaling.factor", 1.0)
+    original = metadata.integer("rope.scaling.original_context_length", 0)
+    frequencies, long, short = (_floats(metadata.file, name) for name in BUFFERS)
+    if long and short:  # Phi-3's
+        return {
+            "rope_type": "longrope",
+            "long_factor": long,
+            "short_factor": short,
+            **_some(original_max_position_embeddings=original or None),
+            **_some(attention_factor=metadata.number("rope.scaling.attn_factor")),
+        }
+    if frequencies:  # Llama 3.1's, computed by the converter
+        return {
+            "rope_type": "longrope",
+            "long_factor": frequencies,
+            "short_factor": frequencies,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": original or metadata.integer("context_length"),
+        }
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            **architecture.rope,
+            **_some(
+                original_max_position_embeddings=original or None,
+                beta_fast=metadata.number("rope.scaling.yarn_beta_fast"),
+                beta_slow=metadata.number("rope.scaling.yarn_beta_slow"),
+            ),
+        }
+    if kind not in (None, "none"):
+        raise refused(metadata.file.path, f"rope.scaling.type = {kind} is not supported; none, linear and yarn are")
+    return {}
 
 
 def _floats(file: GgufFile, name: str) -> list[float]:

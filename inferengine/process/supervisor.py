@@ -196,18 +196,20 @@ class Supervisor:
         if self._kill_at is not None and self._kill_at <= now:
             self._kill_at = None
             self._on_overdue()
+        self._kill_frozen(now)
+
+    def _kill_frozen(self, now: float) -> None:
         for child in self._children.values():
             expires_at = child.watchdog_expires_at()
-            if expires_at is not None and expires_at <= now:
-                given_up = child.gone_by is not None
-                why = (
-                    "has given up and does not end"
-                    if given_up
-                    else f"gave no sign of life for {child.spec.watchdog_s:g} s"
-                )
-                self._view.notice(f"{child.spec.name} {why}: killing it")
-                child.last_sign_at = child.gone_by = None
-                child.kill(signal.SIGKILL)
+            if expires_at is None or expires_at > now:
+                continue
+            if child.gone_by is not None:
+                why = "has given up and does not end"
+            else:
+                why = f"gave no sign of life for {child.spec.watchdog_s:g} s"
+            self._view.notice(f"{child.spec.name} {why}: killing it")
+            child.last_sign_at = child.gone_by = None
+            child.kill(signal.SIGKILL)
 
     def _seconds_to_next_timer(self) -> float | None:
         times = [*self._restarts.values()]

@@ -17,7 +17,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from inferengine.client.load_balancing import LoadBalancer, mix, told_beginnings
+from inferengine.client.load_balancing import LoadBalancer, Prompt, mix, told_beginnings
 from inferengine.simulation.fleet import DETECTION_S, LEASE_S, STATUS_INTERVAL_S, Failure
 from inferengine.simulation.light_engine import LightEngine, PartCache, Run, SharedCache, StepEnd
 from inferengine.simulation.policies import COMPARED, CacheAware
@@ -202,23 +202,12 @@ class LightFleet:
 
     def _dispatch(self, run: Run) -> None:
         prompt = run.request.prompt
-        if self._known is not None:
-            index = self._open.index(min(self._open))
-            self._open[index] += 1.0 + 1e-6 * prompt.num_tokens
-        else:
-            number = run.request.uid % len(self.balancers)  # turns of a session may reach different front ends
-            balancer = self.balancers[number]
-            if self._names_sessions:
-                prompt = prompt._replace(session=mix(run.request.session.uid))
-            chosen = balancer.place(prompt)
-            if chosen is None:
-                self._unplaced.append(run)
-                return
-            index = chosen.engine
-            balancer.loads.sent(index, chosen.num_new_tokens)
-            policy = self._policies[number]
-            if isinstance(policy, CacheAware):
-                self._router_of[run.request.uid] = policy
+        if self._names_sessions:
+            prompt = prompt._replace(session=mix(run.request.session.uid))
+        index = self._choose_ideal(prompt) if self._known is not None else self._choose(run, prompt)
+        if index is None:
+            self._unplaced.append(run)
+            return
         host = self.hosts[index]
         if not host.is_alive:  # the balancer has not noticed its death yet
             self._left(host, run)
@@ -228,6 +217,24 @@ class LightFleet:
             sessions = () if prompt.session is None else (prompt.session,)
             self._placed.append((host.index, told_beginnings(prompt.keys), sessions))
         self._follow(host, host.engine.submit(run, self.now))
+
+    def _choose_ideal(self, prompt: Prompt) -> int:
+        """Return the engine with the fewest open requests, and count this one."""
+        index = self._open.index(min(self._open))
+        self._open[index] += 1.0 + 1e-6 * prompt.num_tokens
+        return index
+
+    def _choose(self, run: Run, prompt: Prompt) -> int | None:
+        """Let a front end's balancer choose an engine. Returns None if none is available."""
+        number = run.request.uid % len(self.balancers)  # turns of a session may reach different front ends
+        balancer, policy = self.balancers[number], self._policies[number]
+        chosen = balancer.place(prompt)
+        if chosen is None:
+            return None
+        balancer.loads.sent(chosen.engine, chosen.num_new_tokens)
+        if isinstance(policy, CacheAware):
+            self._router_of[run.request.uid] = policy
+        return chosen.engine
 
     def _follow(self, host: _LightHost, end: StepEnd | None) -> None:
         if end is not None:

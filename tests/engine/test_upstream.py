@@ -413,6 +413,7 @@ def test_beyond_max_num_seqs_requests_wait_here() -> None:
             submit(client, 1, max_tokens=400)
             submit(client, 2, max_tokens=400)
             wait_until(lambda: service.loaded.loop.queued() == (1, 3))
+            wait_until(lambda: len(server.bodies) == 1)  # a request that is cancelled before is never sent
             client.send(Cancel((1,)))
             wait_until(lambda: len(server.bodies) == 2)
             client.send(Cancel((2,)))

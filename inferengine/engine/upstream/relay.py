@@ -369,13 +369,7 @@ class UpstreamLoop:
             raise UpstreamFailed(error, elsewhere=True)
         if reason not in FINAL_REASONS:
             raise InferEngineError("engine_error", f"The upstream ended the output with {reason!r:.40}.")
-        detail: FinishDetail = None
-        if reason == "stop":  # the token that ended the output may be among those received, or not
-            last = sequence.tokens[-1] if sequence.num_output else -1
-            told = server.abilities.gives_ids and last in sequence.stop_ids
-            is_end = last in sequence.request.eos_token_ids
-            detail = GRAMMAR_COMPLETE if not told else None if is_end else last
-        self._end(sequence, reason, detail)
+        self._end(sequence, reason, _stop_detail(sequence, server) if reason == "stop" else None)
 
     def _take(self, sequence: Sequence, choice: CompletionChoice) -> None:
         """Append the tokens of one event."""
@@ -454,6 +448,18 @@ class UpstreamLoop:
             self._layouts = uids, layout
         output = StepOutput(stats.num_steps, uids, token_ids, finished, layout if uids else -1, logprobs or None)
         self._post(LoopOutput(output, now, [], len(uids)))
+
+
+def _stop_detail(sequence: Sequence, server: Server) -> FinishDetail:
+    """Return what stopped an output: a stop token's id, or None for an end-of-text token.
+
+    Returns GRAMMAR_COMPLETE if the output does not end with such a token, or has no token ids.
+    """
+    last = sequence.tokens[-1] if sequence.num_output else -1
+    gives_ids = server.abilities is not None and server.abilities.gives_ids
+    if not gives_ids or last not in sequence.stop_ids:
+        return GRAMMAR_COMPLETE
+    return None if last in sequence.request.eos_token_ids else last
 
 
 def _as_end(error: InferEngineError, sequence: Sequence) -> InferEngineError:

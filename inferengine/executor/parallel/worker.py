@@ -91,12 +91,14 @@ class _Worker:
         """Execute one command."""
         if kind == JOIN:
             self.store = payload.decode()
-            return
-        if kind == CONFIGURE:
+        elif kind == CONFIGURE:
             self.configure(payload)
-            return
-        executor = self.executor
-        assert executor is not None  # configured
+        else:
+            assert self.executor is not None  # configured
+            self.run_executor(self.executor, kind, payload)
+
+    def run_executor(self, executor: TorchExecutor, kind: bytes, payload: bytes) -> None:
+        """Execute one command that needs an executor."""
         if kind == STEP:
             self.step(executor, payload)
         elif kind == MASKS:
