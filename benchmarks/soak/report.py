@@ -145,6 +145,7 @@ def write(folder: Path, json_file: Path | None, plots: Path | None) -> dict[str,
     if json_file is not None:
         write_result(json_file, {**document, "environment": run["environment"]})
     if plots is not None:
+        plots.mkdir(parents=True, exist_ok=True)
         for name, text in charts(document).items():
             (plots / name).write_text(text)
     return document
