@@ -327,9 +327,9 @@ def test_pools_know_of_each_others_sessions_and_beginnings() -> None:
             await until(lambda: all(key in other._balancer._policy._engines for key in keys))
             session = session_key("a conversation")
             await until(lambda: session in other._balancer._sessions._engines)
-            following = [submit_in_session(other, seed) for seed in range(2, 6)]
-            assert {client_of(other, item).address for item in following} == {client_of(pool, first).address}
             assert other.choose([*document, 7]).address == elsewhere.address
+            following = [submit_in_session(other, seed) for seed in (2, 3)]  # with more the engine would be overloaded
+            assert {client_of(other, item).address for item in following} == {client_of(pool, first).address}
         finally:
             await other.close()
 
