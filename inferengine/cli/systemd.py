@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,21 +70,33 @@ class File(NamedTuple):
 def compare(arguments: Arguments) -> int:
     """Compare the units of this machine with those that `inferengine systemd install` would write.
 
-    Prints one line for each file: same, differs or absent. After an upgrade, or for another Python, files differ until
-    they are installed again. The exit code is 1 if a file differs or is absent. Drop-ins (systemctl edit) are ignored.
+    Prints one line for each file: same, absent, or differs with the first line that does. After an upgrade, or for
+    another Python, files differ until they are installed again. The exit code is 1 if a file differs or is absent.
+    Drop-ins (systemctl edit) are ignored.
     """
     found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     for file in units(data_folder(), this_install(), _config_of(arguments)):
         path = Path(file.path)
         if not path.exists():
             found[file.path] = "absent"
+        elif file.kept or (text := path.read_text(encoding="utf-8")) == file.text:
+            found[file.path] = "same"
         else:
-            found[file.path] = "same" if file.kept or path.read_text(encoding="utf-8") == file.text else "differs"
+            found[file.path] = "differs"
+            differences[file.path] = f": {_first_difference(text, file.text)}"
     if arguments.values["json"]:
         print(json.dumps({"python": sys.executable, "files": found}, indent=1))
     else:
-        print("\n".join(f"{grade:<8} {path}" for path, grade in found.items()))
+        print("\n".join(f"{grade:<8} {path}{differences.get(path, '')}" for path, grade in found.items()))
     return ExitCode.OK if set(found.values()) == {"same"} else ExitCode.CRASH
+
+
+def _first_difference(text: str, wanted: str) -> str:
+    """Return the first line of a file that is not the wanted one, and that one."""
+    pairs = zip_longest(text.splitlines(), wanted.splitlines(), fillvalue="")
+    line, due = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+    return f"'{line}', would be '{due}'"
 
 
 @command(OPTIONS, takes_configuration=False)

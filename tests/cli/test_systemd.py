@@ -118,3 +118,14 @@ def test_units_that_are_absent_are_said(capsys: pytest.CaptureFixture[str], tmp_
 def test_a_relative_configuration_is_refused() -> None:
     with pytest.raises(ConfigError, match="absolute"):
         systemd.install(["--config", "mine.toml"])
+
+
+def test_a_unit_that_differs_is_shown_by_its_first_line_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.service"
+    path.write_text("[Service]\nRestart=no\n")
+    file = systemd.File(str(path), "[Service]\nRestart=always\n")
+    monkeypatch.setattr(systemd, "units", lambda *_: [file])
+    assert systemd.compare([]) == 1
+    assert capsys.readouterr().out == f"differs  {path}: 'Restart=no', would be 'Restart=always'\n"
