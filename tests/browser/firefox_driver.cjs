@@ -4,10 +4,6 @@ const readline = require("node:readline");
 const puppeteer = require("puppeteer-core");
 
 const WAIT_MS = 30_000;
-// Ten frames a second: what is drawn is not looked at, and drawing takes most of the processor time.
-const FEW = {
-  "layout.frame_rate": 10, "gfx.webrender.software": true,
-};
 const pages = new Map();
 const problems = [];
 let browser, context;
@@ -72,7 +68,7 @@ async function run([name, command, ...args]) {
 }
 
 async function main(executablePath) {
-  browser = await puppeteer.launch({ browser: "firefox", executablePath, headless: true, extraPrefsFirefox: FEW });
+  browser = await puppeteer.launch({ browser: "firefox", executablePath, headless: true });
   for await (const line of readline.createInterface({ input: process.stdin })) {
     let answer;
     try {
