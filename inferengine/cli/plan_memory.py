@@ -72,6 +72,21 @@ def _folder_of(file: Path) -> Iterator[str]:
         yield folder
 
 
+def bytes_of_model(folder: Path) -> tuple[int, int]:
+    """Return the bytes of a model's weights as stored, and those of one token's keys and values in bfloat16 in all
+    layers. Raises ConfigError."""
+    import torch
+
+    from inferengine.executor.memory.plan import weight_bytes
+    from inferengine.models import registry
+    from inferengine.models.hf_config import read_json
+
+    config, _ = registry.read_model_config(folder)
+    values = read_json(folder / "config.json")
+    per_token = sum(config.kv_bytes_per_token(group, 2) for group in range(len(config.group_windows)))
+    return weight_bytes(config, values, torch.bfloat16), per_token
+
+
 def _print_plan(config: Config, memory_gib: float | None, name: str, *, as_json: bool) -> int:
     """Print the plan of the model in this configuration under `name` (empty: its folder's) and return the exit code."""
     import torch

@@ -28,7 +28,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError("--config", f"no such file: {path}") from None
     except OSError as error:
         raise ConfigError("--config", f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also of bytes, and of numbers with too many digits
         raise ConfigError("--config", f"{path.name} is not valid TOML: {error}") from None
 
 

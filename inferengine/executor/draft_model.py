@@ -29,7 +29,7 @@ from inferengine.errors import ConfigError
 from inferengine.executor.cpu_step import forward_on_cpu
 from inferengine.executor.memory.kv_cache import KVCache
 from inferengine.executor.slots import Slots, advance_by_one, columns_of, make_batch
-from inferengine.executor.warm_up import CHUNKS, one_layer_of_each_kind
+from inferengine.executor.warm_up import CHUNKS, decode_row_classes, one_layer_of_each_kind
 from inferengine.kernels.batch import Batch, StepColumns
 from inferengine.kernels.cpu import DecodeKvCache
 from inferengine.kernels.ops import Ops
@@ -133,7 +133,7 @@ class DraftModel:
     ) -> None:
         """`max_tokens` bounds the tokens of a batch. `group` is the target's KV group 0."""
         self._config, self._ops, self._slots, self._device = config, ops, slots, slots.device
-        self._max_tokens = max_tokens
+        self._max_tokens, self._dtype = max_tokens, dtype
         self._progress = DraftProgress(slots.num_slots, group.num_blocks, slots.max_blocks, block_size)
         _, family = registry.read_model_config(folder)
         with torch.device("meta"):
@@ -160,11 +160,8 @@ class DraftModel:
 
     def run_all_sizes(self) -> None:
         """Run chunks and decodes of every class of sizes through the scratch slot, to compile their kernels."""
-        from inferengine.kernels.cuda.attention.decode import row_classes  # an engine on a CPU starts without triton
-
         slot, longest = self._slots.num_slots, self._slots.tokens.shape[1] - 1
-        config = self._config
-        decodes = row_classes(config.num_heads, config.num_kv_heads, config.head_dim, slot)
+        decodes = decode_row_classes(self._config, self.kv, self._dtype, slot)
         with one_layer_of_each_kind(self._model):
             for count in (*CHUNKS, self._max_tokens):
                 self._read([slot], [0], [min(count, longest)])
@@ -312,6 +309,7 @@ def suits(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bo
         device.type == "cpu"
         and dtype == torch.float32
         and config.group_windows == (None,)
+        and config.latent is None
         and config.rope is not None
         and config.activation == "silu"
         and not config.qk_norm

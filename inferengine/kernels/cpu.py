@@ -49,12 +49,12 @@ class DecodePlan(NamedTuple):
     num_queries: int
     tokens: torch.Tensor | None  # [R * Q] token of each query, counted from `begin`; None: one for one
     is_first: torch.Tensor | None  # [R * Q] which queries are no repetition; None: all
-    places: torch.Tensor  # [2 * I * K * C] rows of kv seen as [num_blocks * 2 * K, block_size * D]
+    places: torch.Tensor  # [planes * I * K * C] rows of kv seen as [num_blocks * planes * K, block_size * D]
     mask: torch.Tensor  # [I * K, Q, C * block_size], 0 or -inf
     rows: torch.Tensor | None  # [I]; None when every row is one item
     host_rows: np.ndarray
     row_begin: np.ndarray  # [R] first item of each row
-    gathered: torch.Tensor  # [2 * I * K * C, block_size * D] scratch shared by the layers
+    gathered: torch.Tensor  # [planes * I * K * C, block_size * D] scratch shared by the layers
     num_items: int
 
 
@@ -64,7 +64,7 @@ class TilePlan(NamedTuple):
 
     begin: int
     end: int
-    places: torch.Tensor  # [2 * K * blocks]
+    places: torch.Tensor  # [planes * K * blocks]
     mask: torch.Tensor
 
 
@@ -86,7 +86,9 @@ class AttentionPlan:
     ) -> None:
         self.decodes = decodes  # rows of one token, then rows of few
         self.tiles = tiles
-        self.written = written  # [T, 2K] rows of kv seen as [.., D] that take each token's K and V
+        self.written = (
+            written  # [T, planes * K] rows of kv seen as [.., D] that take what the cache holds of each token
+        )
         self.kv_copy = kv_copy  # a decode_kv_cache.GroupCopy, which then replaces `decodes`
         self.angles: dict[int, Angles] = {}  # by rotation table
 
@@ -108,7 +110,7 @@ def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | No
     num_short = _num_short(columns, batch.num_decodes)
     ends = [batch.num_decodes, batch.num_decodes + num_short]
     tiles = _plan_tiles(columns, ends[1], table, kv, window) if ends[1] < batch.num_rows else []
-    if batch.decode_kv_cache is not None and window is None and ends[1]:
+    if batch.decode_kv_cache is not None and window is None and ends[1] and kv.shape[1] == 2:  # no copies of latents
         kv_copy = batch.decode_kv_cache.advance(columns, ends[1], group, table, kv)
         if kv_copy is not None:
             return AttentionPlan([], tiles, written, kv_copy)
@@ -169,7 +171,7 @@ def _plan_decode(
     if window is not None:
         hidden |= keys <= positions - window
     mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
-    places = torch.from_numpy(block_places(blocks, num_kv_heads))
+    places = torch.from_numpy(block_places(blocks, num_kv_heads, kv.shape[1]))
     first_token = int(columns.query_start[begin])
     ragged = int(counts.min()) < num_queries
     tokens = (columns.query_start[begin:end] - first_token)[:, None] + places_of
@@ -190,25 +192,26 @@ def _plan_decode(
 
 
 def _written(columns: Any, table: np.ndarray, kv: torch.Tensor) -> np.ndarray:
-    """[T, 2K] rows of kv seen as [num_blocks * 2 * K * block_size, D]: each token's keys, then its values."""
-    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
+    """[T, planes * K] rows of kv seen as [num_blocks * planes * K * block_size, D]: each token's keys, then its
+    values, or its latent."""
+    rows, block_size = kv.shape[1] * kv.shape[2], kv.shape[3]
     positions = columns.positions
     if len(positions) == 1:
         block, offset = divmod(int(positions[0]), block_size)
-        first = int(table[columns.row_slot[0], block]) * (2 * num_kv_heads * block_size) + offset
-        return np.arange(first, first + 2 * num_kv_heads * block_size, block_size)[None]
+        first = int(table[columns.row_slot[0], block]) * (rows * block_size) + offset
+        return np.arange(first, first + rows * block_size, block_size)[None]
     blocks = table[columns.row_slot[columns.token_row], positions // block_size].astype(np.int64)
-    firsts: np.ndarray = blocks * (2 * num_kv_heads * block_size) + positions % block_size
-    return firsts[:, None] + np.arange(2 * num_kv_heads) * block_size
+    firsts: np.ndarray = blocks * (rows * block_size) + positions % block_size
+    return firsts[:, None] + np.arange(rows) * block_size
 
 
-def block_places(blocks: np.ndarray, num_kv_heads: int) -> np.ndarray:
-    """Return the rows of blocks [I, C] in kv seen as [num_blocks * 2 * K, block_size * D].
+def block_places(blocks: np.ndarray, num_kv_heads: int, num_planes: int = 2) -> np.ndarray:
+    """Return the rows of blocks [I, C] in kv seen as [num_blocks * planes * K, block_size * D].
 
-    They are ordered [K or V, item, KV head, block]."""
-    halves = np.arange(2).reshape(2, 1, 1, 1)
+    They are ordered [plane, item, KV head, block]."""
+    planes = np.arange(num_planes).reshape(num_planes, 1, 1, 1)
     heads = np.arange(num_kv_heads).reshape(1, 1, num_kv_heads, 1)
-    return ((blocks.astype(np.int64)[None, :, None, :] * 2 + halves) * num_kv_heads + heads).reshape(-1)
+    return ((blocks.astype(np.int64)[None, :, None, :] * num_planes + planes) * num_kv_heads + heads).reshape(-1)
 
 
 def _plan_tiles(
@@ -217,7 +220,6 @@ def _plan_tiles(
     """Cut the prompt tokens of a step into tiles: at most QUERY_TILE queries, few keys if several rows share one.
     `isolated`: no two rows share a tile, and each query of a row that verifies draft tokens has its own: a draft token
     whose keys are NaN must not reach the tokens before it, which are valid even where the draft token is rejected."""
-    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     tiles: list[TilePlan] = []
     pieces: list[tuple[int, int, int]] = []  # (row, begin, end) in flattened tokens
     num_queries = num_keys = 0
@@ -225,7 +227,7 @@ def _plan_tiles(
     def close() -> None:
         nonlocal num_queries, num_keys
         if pieces:
-            tiles.append(_tile(columns, pieces, table, num_kv_heads, block_size, window, number_type(kv), isolated))
+            tiles.append(_tile(columns, pieces, table, kv, window, isolated))
         pieces.clear()
         num_queries = num_keys = 0
 
@@ -249,12 +251,11 @@ def _tile(
     columns: Any,
     pieces: list[tuple[int, int, int]],
     table: np.ndarray,
-    num_kv_heads: int,
-    block_size: int,
+    kv: torch.Tensor,
     window: int | None,
-    dtype: torch.dtype,
     isolated: bool,
 ) -> TilePlan:
+    block_size = kv.shape[3]
     blocks, keys, key_rows = [], [], []
     for row, begin, end in pieces:
         oldest = int(columns.positions[begin]) if window is None else max(0, int(columns.positions[begin]) - window + 1)
@@ -274,8 +275,8 @@ def _tile(
         seen &= key > position - window
     if isolated:  # not what lies behind the last query either
         seen = seen[:, key <= position[-1]]
-    mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))).to(dtype)
-    places = torch.from_numpy(block_places(np.concatenate(blocks)[None], num_kv_heads))
+    mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))).to(number_type(kv))
+    places = torch.from_numpy(block_places(np.concatenate(blocks)[None], kv.shape[2], kv.shape[1]))
     return TilePlan(begin, end, places, mask)
 
 
@@ -313,7 +314,7 @@ def attention_qkv(
         gain = torch.cat((q_norm.expand(num_heads, head_dim), k_norm.expand(num_kv_heads, head_dim)))
         heads[:, :-num_kv_heads] = rms_norm(heads[:, :-num_kv_heads], gain, eps)
     if cos_sin is not None:
-        cos, sin = plan.angles.get(id(cos_sin)) or _angles(plan, cos_sin, batch.positions)
+        cos, sin = angles_of(plan, cos_sin, batch.positions)
         heads = heads if heads.dtype == torch.float32 else heads.float()
         turned = heads.narrow(1, 0, num_heads + num_kv_heads)
         rolled = torch.roll(turned, head_dim // 2, -1)
@@ -343,17 +344,20 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    value_dim: int = 0,
 ) -> torch.Tensor:
-    """q [T, H, D] over the paged keys of each token's row -> [T, H * D]. `window` is baked into the step's plan."""
+    """q [T, H, D] over the paged keys of each token's row -> [T, H * D]. `window` is baked into the step's plan. Of a
+    cache of latents the first `value_dim` numbers of a key are its value: -> [T, H * V]."""
     plan: AttentionPlan = batch.plans[group]
     num_tokens, num_heads, head_dim = q.shape
+    width = value_dim or head_dim
     if len(plan.decodes) == 1 and not plan.tiles:
-        return _decode(q, kv, plan.decodes[0], scale, softcap, sinks)
-    out = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
+        return _decode(q, kv, plan.decodes[0], scale, softcap, sinks, width)
+    out = torch.empty(num_tokens, num_heads * width, dtype=q.dtype)
     for part in plan.decodes:
-        out[part.begin : part.end] = _decode(q[part.begin : part.end], kv, part, scale, softcap, sinks)
+        out[part.begin : part.end] = _decode(q[part.begin : part.end], kv, part, scale, softcap, sinks, width)
     for tile in plan.tiles:
-        out[tile.begin : tile.end] = _prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap, sinks)
+        out[tile.begin : tile.end] = _prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap, sinks, width)
     return out
 
 
@@ -371,7 +375,8 @@ def _copied_first(
     mixed: torch.Tensor = plan.kv_copy.attention(q[:count], new[:count], kv, scale, softcap, sinks)
     if not plan.tiles:
         return mixed
-    tiles = [_prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap, sinks) for tile in plan.tiles]
+    width = q.shape[2]
+    tiles = [_prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap, sinks, width) for tile in plan.tiles]
     return torch.cat((mixed, *tiles))
 
 
@@ -380,8 +385,11 @@ def _numbers(gathered: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     return gathered.view(FP8).to(torch.float32) if kv.dtype == FP8 else gathered
 
 
-def _angles(plan: AttentionPlan, cos_sin: torch.Tensor, positions: torch.Tensor) -> Angles:
-    """Looked up once per step."""
+def angles_of(plan: AttentionPlan, cos_sin: torch.Tensor, positions: torch.Tensor) -> Angles:
+    """Return the rotation of a step's tokens. It is looked up once per step."""
+    found = plan.angles.get(id(cos_sin))
+    if found is not None:
+        return found
     half = cos_sin.shape[1] // 2
     rows = cos_sin.index_select(0, positions).view(-1, 2, 1, half)
     made = plan.angles[id(cos_sin)] = Angles(*torch.mul(rows, _HALVES).view(-1, 2, 1, 2 * half).unbind(1))
@@ -412,13 +420,15 @@ def _decode(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    value_dim: int,
 ) -> torch.Tensor:
     _, num_heads, head_dim = q.shape
     num_kv_heads, block_size, num_rows = kv.shape[2], kv.shape[3], len(plan.row_begin)
     if plan.num_queries > 1:
         q = _by_kv_head(q, plan, num_rows, num_kv_heads)
     torch.index_select(stored(kv).view(-1, block_size * head_dim), 0, plan.places, out=plan.gathered)
-    keys, values = _numbers(plan.gathered, kv).view(2, plan.num_items * num_kv_heads, -1, head_dim).unbind(0)
+    planes = _numbers(plan.gathered, kv).view(kv.shape[1], plan.num_items * num_kv_heads, -1, head_dim)
+    keys, values = planes[0], planes[-1][..., :value_dim]
     queries = q if plan.rows is None else q.index_select(0, plan.rows)
     queries = queries.reshape(plan.num_items * num_kv_heads, -1, head_dim)
     if softcap is None and plan.num_queries == 1:
@@ -434,7 +444,7 @@ def _decode(
     if plan.rows is None:
         if sinks is not None:
             partial = without_sinks(partial, scores, sinks, num_kv_heads)
-        return _by_token(partial, plan, num_rows, num_kv_heads, num_heads * head_dim)
+        return _by_token(partial, plan, num_rows, num_kv_heads, num_heads * value_dim)
     # log-sum-exp without another pass of exponentials: the largest weight is exp(0) / sum
     peak = scores.amax(-1).float() - weights.amax(-1).float().log_()
     logsumexp = peak.view(plan.num_items, -1).numpy()
@@ -444,10 +454,10 @@ def _decode(
     if sinks is not None:
         total += np.exp(_by_query(sinks, num_kv_heads, scores.shape[1]).numpy().reshape(1, -1) - top)
     share /= total[plan.host_rows]
-    partial = partial.view(plan.num_items, -1, head_dim).mul_(torch.from_numpy(share).unsqueeze(-1))
-    out = torch.zeros(num_rows, partial.shape[1] * head_dim, dtype=q.dtype)
+    partial = partial.view(plan.num_items, -1, value_dim).mul_(torch.from_numpy(share).unsqueeze(-1))
+    out = torch.zeros(num_rows, partial.shape[1] * value_dim, dtype=q.dtype)
     out.index_add_(0, plan.rows, partial.view(plan.num_items, -1))
-    return _by_token(out, plan, num_rows, num_kv_heads, num_heads * head_dim)
+    return _by_token(out, plan, num_rows, num_kv_heads, num_heads * value_dim)
 
 
 def _by_kv_head(q: torch.Tensor, plan: DecodePlan, num_rows: int, num_kv_heads: int) -> torch.Tensor:
@@ -473,14 +483,20 @@ def _prompt_tile(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    value_dim: int,
 ) -> torch.Tensor:
     count, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     group_heads = num_heads // num_kv_heads
     gathered = _numbers(stored(kv).view(-1, block_size * head_dim).index_select(0, tile.places), kv).to(q.dtype)
-    keys, values = gathered.view(2, num_kv_heads, 1, -1, head_dim)[:, :, :, : tile.mask.shape[1]]
+    planes = gathered.view(kv.shape[1], num_kv_heads, 1, -1, head_dim)[:, :, :, : tile.mask.shape[1]]
+    keys, values = planes[0], planes[-1][..., :value_dim]
     queries = q.view(count, num_kv_heads, group_heads, head_dim).permute(1, 2, 0, 3)
-    if softcap is None and sinks is None:
+    if len(planes) == 1:  # one KV head: all queries are one matrix
+        scores = torch.mm(queries.reshape(-1, head_dim), keys[0, 0].t()).mul_(scale)
+        scores.view(group_heads, count, -1).add_(tile.mask)
+        mixed = torch.mm(torch.softmax(scores, -1), values[0, 0]).view(1, group_heads, count, value_dim)
+    elif softcap is None and sinks is None:
         shape = (num_kv_heads, group_heads, -1, head_dim)
         mixed = functional.scaled_dot_product_attention(
             queries, keys.expand(shape), values.expand(shape), attn_mask=tile.mask.view(1, 1, count, -1), scale=scale
@@ -494,7 +510,7 @@ def _prompt_tile(
         if sinks is not None:
             shares = torch.sigmoid(scores.float().logsumexp(-1) - sinks.view(num_kv_heads, group_heads, 1))
             mixed.mul_(shares.unsqueeze(-1).to(mixed.dtype))
-    return mixed.permute(2, 0, 1, 3).reshape(count, num_heads * head_dim)
+    return mixed.permute(2, 0, 1, 3).reshape(count, num_heads * value_dim)
 
 
 MAX_COPY_BYTES = 64 << 20  # most that a copy may take, all layers together

@@ -13,13 +13,24 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the codes 0 to 7; 8
 
 
 class Routing(NamedTuple):
-    """Each token goes to the `num_chosen` experts of the largest logits, weighted by the softmax of all logits; of the
-    chosen ones alone where `renormalized`. Of `held` (first, number) experts alone the weights are there: the others
-    of a token add nothing to its sum. None: all are there."""
+    """Each token goes to the `num_chosen` experts of the largest scores. A score is the softmax of all logits or, with
+    `sigmoid`, the sigmoid of the expert's own. An expert's weight is its score times `factor`; where `renormalized`,
+    the score over the sum of those chosen.
+
+    With `groups` (number, kept) the experts are that many equal groups, and only those in the `kept` best groups may be
+    chosen. A group is as good as its largest score, or with `sigmoid` as its two largest together. `correction`
+    [experts] fp32 is added to the scores that are compared, not to the weights. Only with `sigmoid`.
+
+    Of `held` (first, number) experts alone the weights are there: the others of a token add nothing to its sum. None:
+    all are there."""
 
     num_chosen: int
     renormalized: bool
     held: tuple[int, int] | None = None
+    sigmoid: bool = False
+    groups: tuple[int, int] | None = None
+    factor: float = 1.0
+    correction: torch.Tensor | None = None
 
 
 class Gating(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inferengine.kernels import cpu
+from inferengine.kernels import cpu, cpu_latent
 from inferengine.kernels.reference import moe, ops
 
 
@@ -36,6 +36,7 @@ class Ops:
     add_experts_norm: Callable[..., tuple[torch.Tensor, Any]] | None  # None: nothing to gain
     prepare_attention: Callable[..., Any]
     attention_qkv: Callable[..., torch.Tensor]
+    latent_attention: Callable[..., torch.Tensor]
     apply_masks: Callable[[torch.Tensor, torch.Tensor], None]
     sample: Callable[..., torch.Tensor]
     token_logprobs: Callable[..., torch.Tensor]
@@ -61,6 +62,7 @@ REFERENCE = Ops(
     add_experts_norm=None,
     prepare_attention=cpu.prepare_attention,
     attention_qkv=cpu.attention_qkv,
+    latent_attention=cpu_latent.latent_attention,
     apply_masks=ops.apply_masks,
     sample=ops.sample,
     token_logprobs=ops.token_logprobs,

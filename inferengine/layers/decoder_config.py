@@ -26,11 +26,32 @@ class MoeConfig:
     gating: Gating | None = None  # None: the model's activation
     dense_layers: tuple[int, ...] = ()  # layers with an ordinary feed-forward block
     held: tuple[int, int] | None = None  # (first, number) of the experts that this rank holds; None: all
+    sigmoid: bool = False  # scores are sigmoids of the logits, not their softmax
+    groups: tuple[int, int] | None = None  # (number, kept): experts of a token's best groups alone may be chosen
+    factor: float = 1.0  # of the experts' weights
+    corrected: bool = False  # a term for each expert is added to the scores that are compared
 
     @property
     def num_held(self) -> int:
         """Return the number of experts whose weights are here."""
         return self.num_experts if self.held is None else self.held[1]
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Latent attention (DeepSeek-V2, 2024): the keys and values of all heads are products of one short vector of each
+    token, its latent. The cache holds the latent and one rotated key for all heads."""
+
+    rank: int  # numbers of a latent
+    rotary_dim: int  # numbers of the key that is rotated
+    plain_dim: int  # numbers of a head's key that are made of the latent
+    value_dim: int  # numbers of a head's value
+    query_rank: int | None = None  # numbers of what queries are made of; None: of the hidden state
+
+    @property
+    def query_dim(self) -> int:
+        """Return the numbers of a head's query: first those for the plain part of a key, then the rotated ones."""
+        return self.plain_dim + self.rotary_dim
 
 
 @dataclass(frozen=True)
@@ -74,6 +95,8 @@ class DecoderConfig:
     moe: MoeConfig | None = None
     sinks: bool = False  # each head has a score that takes its share of attention and stands for no key
     no_rope_layers: tuple[int, ...] = ()  # layers without rotation
+    latent: LatentConfig | None = None  # then one KV head, and `head_dim` is what the cache holds of a token
+    unused_layers: int = 0  # layers behind the last that checkpoints hold, and that this engine leaves out
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
     implementation: str = "native"  # whose layers compute the model: native | transformers
@@ -125,6 +148,16 @@ class DecoderConfig:
         """Return the number of layers in a KV group."""
         return sum(window == self.group_windows[group] for window in self.windows)
 
+    @property
+    def kv_planes(self) -> int:
+        """Return the tensors that the cache holds of each layer: keys and values, or latents alone."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def mixed_dim(self) -> int:
+        """Return the numbers that attention mixes for each head: those of a value, or of a latent."""
+        return self.head_dim if self.latent is None else self.latent.rank
+
     def kv_bytes_per_token(self, group: int, item_bytes: int) -> int:
-        """Return the bytes of K and V of one token in one group."""
-        return 2 * self.layers_of(group) * self.num_kv_heads * self.head_dim * item_bytes
+        """Return the bytes of what the cache holds of one token in one group."""
+        return self.kv_planes * self.layers_of(group) * self.num_kv_heads * self.head_dim * item_bytes

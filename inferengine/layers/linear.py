@@ -26,6 +26,8 @@ class Linear(nn.Module):
     the weight into `packed`, the layout that the device's kernels read fastest.
     """
 
+    takes_adapters = True  # a LoRA adapter may change it
+
     def __init__(self, ops: Ops, in_features: int, parts: list[int] | int, *, bias: bool = False) -> None:
         super().__init__()
         self.ops = ops

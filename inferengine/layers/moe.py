@@ -72,6 +72,15 @@ class Router(nn.Module):
         return self.ops.linear(x, self.packed, self.bias)
 
 
+class ScoreCorrection(nn.Module):
+    """A term for each expert, which is added to the scores that are compared. It is fp32 whatever the model is."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(num_experts), requires_grad=False)
+        self.bias.number_type = torch.float32  # type: ignore[attr-defined]  # read by models/weights.py
+
+
 class Experts(nn.Module):
     """The gated blocks of a mixture. Subclasses say which of them a token takes."""
 
@@ -122,13 +131,27 @@ class MoeMLP(Experts):
 
     def __init__(self, ops: Ops, hidden_size: int, config: MoeConfig, activation: str) -> None:
         super().__init__(ops, hidden_size, config, activation)
-        self.routing = Routing(config.num_chosen, config.renormalized, config.held)
+        self.routing = Routing(
+            config.num_chosen,
+            config.renormalized,
+            config.held,
+            sigmoid=config.sigmoid,
+            groups=config.groups,
+            factor=config.factor,
+        )
         self.communicator: Communicator | None = None
         scores = [config.num_experts, 1] if config.gated_shared else [config.num_experts]
         self.router = Router(ops, hidden_size, scores, bias=config.router_bias)
+        self.correction: ScoreCorrection | None = ScoreCorrection(config.num_experts) if config.corrected else None
         self.shared = (
             GatedMLP(ops, hidden_size, config.shared_size, activation=activation) if config.shared_size else None
         )
+
+    def finish(self) -> None:
+        """Pack the experts, and let the routing add what the checkpoint has for it."""
+        super().finish()
+        if self.correction is not None:
+            self.routing = self.routing._replace(correction=self.correction.bias.data)
 
     def add_to_and_norm(
         self, residual: torch.Tensor, x: torch.Tensor, following: Norm | None

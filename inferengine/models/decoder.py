@@ -119,6 +119,7 @@ def moe_targets(
     *,
     router: str = "gate",
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    shared: str = "shared_expert",
 ) -> dict[str, Target]:
     """Targets of a mixture of experts: a tensor for each expert's projections, which `parts` names, or one for all
     experts, as transformers 5 saves them. `here` is the block's name in the checkpoint."""
@@ -140,7 +141,9 @@ def moe_targets(
         f"{here}.experts.down_proj": Target(f"{there}.down.weight", stacked=True),
     }
     if config.shared_size:
-        targets |= gated_mlp_targets(f"{here}.shared_expert", f"{there}.shared")
+        targets |= gated_mlp_targets(f"{here}.{shared}", f"{there}.shared")
+    if config.corrected:
+        targets[f"{here}.{router}.e_score_correction_bias"] = Target(f"{there}.correction.bias")
     if config.gated_shared:
         targets[f"{here}.shared_expert_gate.weight"] = Target(f"{there}.router.weight", 1)
     return targets

@@ -15,6 +15,7 @@ from inferengine.kernels.ops import Ops
 from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.embedding import Head, TokenEmbedding
+from inferengine.layers.latent import LatentAttention
 from inferengine.layers.linear import MLP, GatedMLP, Linear
 from inferengine.layers.moe import MoeMLP
 from inferengine.layers.norm import Norm, make_norm
@@ -103,7 +104,8 @@ class LlamaLayer(nn.Module):
             return make_norm(ops, config.norm, config.hidden_size, config.norm_eps) if wanted else None
 
         self.attention_norm = norm(config.pre_norms)
-        self.attention = Attention(ops, config, layer)
+        kind_of_attention = Attention if config.latent is None else LatentAttention
+        self.attention: Attention | LatentAttention = kind_of_attention(ops, config, layer)
         self.attention_out_norm = norm(config.post_norms)
         self.mlp_norm = norm(config.pre_norms and config.parallel != "shared")
         self.mlp: GatedMLP | MLP | MoeMLP

@@ -8,6 +8,7 @@ from torch import nn
 from inferengine.errors import ConfigError
 from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.latent import LatentAttention
 from inferengine.layers.linear import MLP, GatedMLP, Linear
 from inferengine.layers.moe import ExpertLinear, MoeMLP
 from inferengine.layers.norm import HeadNorm
@@ -18,6 +19,7 @@ from inferengine.layers.parallel import (
     LinearPart,
     ParallelRMSNorm,
     Shard,
+    Span,
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
     summed,
@@ -48,6 +50,8 @@ def divide(model: DecoderModel, config: DecoderConfig, shard: Shard, communicato
                 for norm, span in zip((module.q_wide, module.k_wide), shard.heads(config), strict=True):
                     assert isinstance(norm, HeadNorm)  # of each head
                     norm.held = span
+        elif isinstance(module, LatentAttention):
+            _divide_latent(module, config, shard.heads(config)[0])
         elif isinstance(module, GatedMLP):
             module.gate_up.held, module.down.held = LinearPart((width, width)), LinearPart(inputs=width)
         elif isinstance(module, MLP):
@@ -66,6 +70,20 @@ def divide(model: DecoderModel, config: DecoderConfig, shard: Shard, communicato
         model.head, rows, tokens, config.hidden_size, embed if tied else None, communicator
     )
     model.embed = embed
+
+
+def _divide_latent(attention: LatentAttention, config: DecoderConfig, heads: Span) -> None:
+    """Every rank computes the latents, and the queries, keys and values of its own heads."""
+    latent = config.latent
+    assert latent is not None  # what it is built of
+    queries = heads.times(latent.query_dim)
+    cached = latent.rank + latent.rotary_dim
+    if attention.query_up is None:
+        attention.qkv.held = LinearPart((queries, Span(0, cached, cached)))
+    else:
+        attention.query_up.held = LinearPart((queries,))
+    attention.up.held = LinearPart((heads.times(latent.plain_dim + latent.value_dim),))
+    attention.out.held = LinearPart(inputs=heads.times(latent.value_dim))
 
 
 def exchange(model: nn.Module, communicator: Communicator) -> None:

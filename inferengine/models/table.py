@@ -126,6 +126,23 @@ FAMILIES = (
         "floats, MXFP4",
         "attention",
     ),
+    Family(
+        "DeepseekV2ForCausalLM",
+        "families.deepseek_v2",
+        "deepseek_v2",
+        (15.7, 235.7),
+        "DeepSeek-V2, V2-Lite, V2.5, Coder-V2",
+        lora=MIXTURE,
+    ),
+    Family(
+        "DeepseekV3ForCausalLM",
+        "families.deepseek_v3",
+        "deepseek_v3",
+        (671, 1026),
+        "DeepSeek-V3, V3.1, R1; Kimi K2",
+        tools="deepseek_v3, deepseek_v31",
+        lora=MIXTURE,
+    ),
     Family("SmolLM3ForCausalLM", "families.smollm3", "smollm3", (3.1,), "SmolLM 3", tools="hermes"),
     Family(
         "GlmForCausalLM", "families.glm", "glm", (9.4,), "GLM-4-9B of 2024 in transformers' layout (glm-4-9b-chat-hf)"

@@ -12,7 +12,7 @@ import torch
 from inferengine.errors import ConfigError
 from inferengine.layers.parallel import Cut
 from inferengine.quantization.checkpoints.layout import Layout
-from inferengine.quantization.weight import QuantizedWeight, cut, stack
+from inferengine.quantization.weight import QuantizedWeight, cut, dequantize, stack
 
 
 class StoredWeight:
@@ -57,6 +57,15 @@ class StoredWeight:
                 if suffix not in tensors:
                     return f"{name}.{suffix}"
         return None
+
+    def numbers(self) -> torch.Tensor:
+        """Return the weight as numbers [out, in], for a layer that computes with no codes."""
+        found = dequantize(self.assemble())
+        if self.order is None:
+            return found
+        in_place = torch.empty_like(found)
+        in_place[:, self.order.to(found.device)] = found
+        return in_place
 
     def assemble(self) -> QuantizedWeight:
         """All parts as one weight on the device. Raises ConfigError naming a tensor that does not fit."""

@@ -42,6 +42,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe, dense layers": CASES["qwen3-moe"][:2],
     "granite-moe": CASES["granite-moe"][:2],
     "gpt-oss": CASES["gpt-oss"][:2],
+    "deepseek-v2, a rank of queries": CASES["deepseek-v2"][:2],
+    "deepseek-v3, no rank of queries": MORE["deepseek-v3, halves, no query rank"][:2],
 }
 
 

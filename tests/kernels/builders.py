@@ -128,8 +128,8 @@ def with_dtypes(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return [(*case, plain) for case in cases] + [(*case, dtype) for dtype in others for case in lesser]
 
 
-def make_scratch(device: torch.device) -> Scratch:
-    return Scratch(device, num_floats=1 << 17, num_counters=256)
+def make_scratch(device: torch.device, *, num_floats: int = 1 << 17) -> Scratch:
+    return Scratch(device, num_floats=num_floats, num_counters=256)
 
 
 def prefer_rule(monkeypatch: pytest.MonkeyPatch, operands: Operands, product: Product, rule: Rule) -> None:

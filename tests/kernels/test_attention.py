@@ -3,7 +3,7 @@ import torch
 
 from inferengine.kernels.cuda.attention.decode import decode_attention, decode_attention_qkv
 from inferengine.kernels.cuda.attention.prefill import prefill_attention
-from inferengine.kernels.cuda.dispatch import PrefillConfig, decode_config
+from inferengine.kernels.cuda.dispatch import PrefillConfig, decode_rule
 from tests.kernels.builders import (
     make_paged_case,
     make_scratch,
@@ -49,7 +49,7 @@ def test_launches_for_so_many_rows_of_very_unequal_lengths(rows, device):
     row_lens = [1, 65, 1100]
     case = make_paged_case(row_lens, [1] * len(row_lens), 1, 16, 64, torch.float32, device)
     q = torch.randn(len(row_lens), 4, 16, device=device)
-    tuned = decode_config(rows, num_kv_heads=8, head_dim=128)
+    tuned = decode_rule(rows, num_kv_heads=8, head_dim=128)
     scratch = make_scratch(device)
     out = decode_attention(
         q, case.kv, case.row_slot, case.row_len, case.block_table, 0.2, None, None, scratch, tuning=tuned

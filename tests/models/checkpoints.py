@@ -83,6 +83,9 @@ def model_of(class_name: str, values: dict[str, Any]) -> Any:
         # Norms and biases start as ones and zeros: too easy. With routers of zeros a device chooses among ties.
         if parameter.dim() == 1 or not parameter.any():
             parameter.data.add_(torch.randn(parameter.shape) * 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # zeros too
+            buffer.copy_(torch.randn(buffer.shape) * 0.2)
     for module in model.modules():
         if hasattr(module, "alpha") and "swiglu_alpha" in values:  # transformers 5.17 has constants here
             module.alpha, module.limit = values["swiglu_alpha"], values["swiglu_limit"]

@@ -52,6 +52,9 @@ class Case(NamedTuple):
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "num_hidden_layers": 2}
 QWEN_EXPERTS: dict[str, Any] = {**EXPERTS, "num_experts": 7, "moe_intermediate_size": 40}
+LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+          "qk_nope_head_dim": 12, "v_head_dim": 10}  # fmt: skip
+MIXTURE = {"num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 1, "first_k_dense_replace": 0}
 LONG = (34, 33, 35)  # of prompts beyond longrope's original context
 CASES: dict[str, Case] = {
     "phi3": Case("Phi3Config", {**EVEN, "sliding_window": 12}),
@@ -91,11 +94,28 @@ CASES: dict[str, Case] = {
                                      "swiglu_limit": 1.5, "swiglu_alpha": 1.3, "rope_parameters": {
                                          "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
                                          "original_max_position_embeddings": 16, "truncate": False}}),
+    "deepseek-v2": Case("DeepseekV2Config", {**EVEN, **LATENT, **MIXTURE, "n_routed_experts": 6, "n_shared_experts": 2,
+                                             "first_k_dense_replace": 1, "topk_method": "group_limited_greedy",
+                                             "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}),
+    "deepseek-v2-lite": Case("DeepseekV2Config", {**EVEN, **LATENT, **MIXTURE, "q_lora_rank": None,
+                                                  "n_routed_experts": 5, "rope_parameters": {
+                                                      key: YARN[key] for key in YARN if "llama" not in key}}),
+    "deepseek-v3": Case("DeepseekV3Config", {**EVEN, **LATENT, **MIXTURE, "n_routed_experts": 8, "n_group": 4,
+                                             "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": {
+                                                 **{key: YARN[key] for key in YARN if "llama" not in key},
+                                                 "mscale_all_dim": 0.7}}),
     "ministral": Case("MinistralConfig", {**BARE, "sliding_window": 12,
                                           "layer_types": ["full_attention", "sliding_attention"]}),
     "ministral3": Case("Ministral3Config", {**BARE, "rope_parameters": YARN}),
 }  # fmt: skip
 MORE: dict[str, Case] = {  # for scripts/compare_families
+    "deepseek-v2, biases": Case("DeepseekV2Config", {**EVEN, **LATENT, **MIXTURE, "n_routed_experts": 7,
+                                                     "attention_bias": True, "mlp_bias": False}),
+    "deepseek-v3, like kimi-k2": Case("DeepseekV3Config", {**EVEN, **LATENT, **MIXTURE, "n_routed_experts": 6,
+                                                           "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "deepseek-v3, halves, no query rank": Case("DeepseekV3Config", {**EVEN, **LATENT, **MIXTURE, "q_lora_rank": None,
+                                                                    "n_routed_experts": 6, "n_group": 3,
+                                                                    "topk_group": 2, "rope_interleave": False}),
     "phi3, plain": Case("Phi3Config", {**EVEN}),
     "phi3, short": Case("Phi3Config", {**EVEN, **longrope()}, (3, 9), {"max_model_len": 32}, 20),
     "phi3, long": Case("Phi3Config", {**EVEN, **longrope()}, LONG),

@@ -20,15 +20,12 @@ from inferengine.models.table import FAMILIES
 from tests.executor.engine import Engine
 from tests.lora.adapters import write_adapter
 from tests.models.checkpoints import greedy_reference, logits_reference, model_of, save
-from tests.models.families import BARE, EVEN, HALF, YARN, Case, compare
+from tests.models.families import BARE, EVEN, HALF, LATENT, MIXTURE, Case, compare
 
 MULTI_QUERY = {
     "vocab_size": 301, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 256, "initializer_range": 0.25,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
-LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
-          "qk_nope_head_dim": 12, "v_head_dim": 10}  # fmt: skip
-MIXTURE = {"num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 1, "first_k_dense_replace": 0}
 CASES = {
     "exaone4, windows": Case("Exaone4Config", {**EVEN, "num_hidden_layers": 4, "sliding_window": 12,
                                                "sliding_window_pattern": 2}),
@@ -41,14 +38,6 @@ CASES = {
     "persimmon": Case("PersimmonConfig", {**EVEN, **HALF}),
     "starcoder, one kv head": Case("GPTBigCodeConfig", MULTI_QUERY),
     "vaultgemma, caps": Case("VaultGemmaConfig", {**BARE, "sliding_window": 12, "attn_logit_softcapping": 3.0}),
-    "deepseek-v2": Case("DeepseekV2Config", {**EVEN, **LATENT, **MIXTURE, "n_routed_experts": 6, "n_shared_experts": 2,
-                                             "first_k_dense_replace": 1, "topk_method": "group_limited_greedy",
-                                             "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}),
-    "deepseek-v2-lite": Case("DeepseekV2Config", {**EVEN, **LATENT, **MIXTURE, "q_lora_rank": None,
-                                                  "n_routed_experts": 5, "rope_parameters": YARN}),
-    "deepseek-v3": Case("DeepseekV3Config", {**EVEN, **LATENT, **MIXTURE, "n_routed_experts": 8, "n_group": 4,
-                                             "topk_group": 2, "first_k_dense_replace": 1,
-                                             "rope_parameters": YARN | {"mscale_all_dim": 0.7}}),
     "glm4-moe": Case("Glm4MoeConfig", {**BARE, **MIXTURE, "n_routed_experts": 6, "use_qk_norm": True}),
     "phi3.5-moe": Case("PhimoeConfig", {**EVEN, "num_local_experts": 4, "router_jitter_noise": 0.0}),
     "ernie4_5-moe": Case("Ernie4_5_MoeConfig", {**EVEN, "moe_num_experts": 6, "moe_k": 3, "moe_num_shared_experts": 1,
@@ -113,7 +102,7 @@ def test_adapters_change_its_linear_layers(arcee, tmp_path):
 
 
 def test_experts_may_be_quantized_at_load(tmp_path):
-    case = CASES["deepseek-v3"]
+    case = CASES["glm4-moe"]
     model = model_of(case.config, case.values)
     engine = Engine(save(model, tmp_path), model={"quantization": "fp8"})
     prompt = list(range(20, 41))

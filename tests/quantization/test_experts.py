@@ -19,7 +19,6 @@ from inferengine.quantization.weight import dequantize
 from tests.executor.engine import Engine
 from tests.models.checkpoints import logits_reference, model_of, save
 from tests.models.families import BARE, CASES, EXPERTS, Case, compare
-from tests.models.test_transformers_fallback import CASES as OTHERS
 from tests.quantization.checkpoints import LAYOUTS
 
 QWEN3_MOE = CASES["qwen3-moe"]
@@ -72,7 +71,7 @@ def write_mxfp4(model: Any, folder: Path) -> Any:
     return same
 
 
-@pytest.mark.parametrize("case", [QWEN3_MOE, OTHERS["deepseek-v3"]], ids=lambda case: case.config)
+@pytest.mark.parametrize("case", [QWEN3_MOE, CASES["deepseek-v3"]], ids=lambda case: case.config)
 def test_fp8_blocks_as_published(case, tmp_path):
     compare(tmp_path, write_codes(model_of(case.config, case.values), tmp_path, "fp8-blocks"), case)
 

@@ -28,7 +28,8 @@ GroupCache = tuple[torch.Tensor, int | None]  # the cache of a KV group's first 
 
 
 class KVCache:
-    """One tensor per layer, [num_blocks + 1, 2, K, block_size, D]; the last block is scratch for padded rows."""
+    """One tensor per layer, [num_blocks + 1, planes, K, block_size, D]; the last block is scratch for padded rows. The
+    planes are keys and values, or latents alone."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.groups = groups
-        shape = (2, config.num_kv_heads, block_size, config.head_dim)
+        shape = (config.kv_planes, config.num_kv_heads, block_size, config.head_dim)
         self.layer_groups = [config.group_windows.index(window) for window in config.windows]
         self.layers = [zeros((groups[group].num_blocks + 1, *shape), dtype, device) for group in self.layer_groups]
         self.host_layers = [
@@ -57,8 +58,8 @@ class KVCache:
         return sum(layer.numel() * layer.element_size() for layer in self.layers)
 
     def magnitudes(self) -> list[tuple[float, float]]:
-        """Return the largest absolute key and value of each layer."""
-        return [(float(layer[:, 0].abs().max()), float(layer[:, 1].abs().max())) for layer in self.layers]
+        """Return the largest absolute key and value of each layer; of latents, which are both, the same twice."""
+        return [(float(layer[:, 0].abs().max()), float(layer[:, -1].abs().max())) for layer in self.layers]
 
     def bind(self, model: nn.Module, num_positions: int) -> None:
         """Give every attention layer its cache tensor and its rotation table; equal tables are shared."""

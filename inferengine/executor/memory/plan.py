@@ -25,6 +25,7 @@ from inferengine.executor.slots import Slots
 from inferengine.executor.tools.device_peaks import device_peaks
 from inferengine.kernels.ops import REFERENCE
 from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.latent import UpProjection
 from inferengine.layers.linear import Linear
 from inferengine.layers.moe import ExpertLinear
 from inferengine.layers.parallel import Shard
@@ -134,6 +135,8 @@ def weight_sizes(
     if scheme not in ("none", gguf.METHOD):
         for module in model.modules():
             is_mxfp4 = scheme == mxfp4.NAME  # of experts alone
+            if isinstance(module, UpProjection):  # held as numbers, whatever is stored
+                continue
             if isinstance(module, ExpertLinear) or (isinstance(module, Linear) and not is_mxfp4):
                 assert module.weight is not None  # nothing is packed
                 sizes[id(module.weight)] = module.weight.numel() * bytes_per_weight(scheme, module.in_features)

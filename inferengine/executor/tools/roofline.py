@@ -129,7 +129,7 @@ def model_work(
         groups=tuple(
             AttentionGroup(
                 config.kv_bytes_per_token(group, kv_item_bytes),
-                4.0 * config.layers_of(group) * config.num_heads * config.head_dim,
+                2.0 * config.layers_of(group) * config.num_heads * (config.head_dim + config.mixed_dim),
                 config.group_windows[group],
             )
             for group in groups

@@ -15,6 +15,8 @@ from inferengine.kernels.block_codes import multiply, rows_between
 from inferengine.kernels.experts import ExpertBlocks, ExpertCodes, Gating, Routing, expert_numbers
 from inferengine.kernels.reference.ops import gelu_tanh_and_mul, linear, pack_linear, rms_norm, silu_and_mul
 
+SMALLEST_SUM = 1e-20  # added to a sum of scores before it divides them
+
 
 class PackedExperts(NamedTuple):
     """By expert: the weight of gate and up, gates' rows first, and that of the way back, with their biases. A weight
@@ -54,10 +56,36 @@ def pack_experts(
 def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [T, experts] -> experts [T, k] and their weights [T, k] fp32, the largest first."""
     wide = logits.float()
-    chosen, experts = wide.topk(routing.num_chosen, -1)
+    if routing.sigmoid:
+        return _route_by_sigmoid(wide, routing)
+    allowed = wide if routing.groups is None else _of_best_groups(wide, routing.groups, 1)
+    chosen, experts = allowed.topk(routing.num_chosen, -1)
     if routing.renormalized:
-        return experts, chosen.softmax(-1)
-    return experts, (chosen - wide.logsumexp(-1, keepdim=True)).exp_()
+        weights = chosen.softmax(-1)
+    else:
+        weights = (chosen - wide.logsumexp(-1, keepdim=True)).exp_()
+    return experts, weights if routing.factor == 1.0 else weights.mul_(routing.factor)
+
+
+def _route_by_sigmoid(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = logits.sigmoid()
+    compared = scores if routing.correction is None else scores + routing.correction
+    if routing.groups is not None:
+        compared = _of_best_groups(compared, routing.groups, 2)
+    experts = compared.topk(routing.num_chosen, -1).indices
+    weights: torch.Tensor = scores.gather(-1, experts)
+    if routing.renormalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
+    return experts, weights * routing.factor
+
+
+def _of_best_groups(scores: torch.Tensor, groups: tuple[int, int], counted: int) -> torch.Tensor:
+    """Scores [T, experts], -inf outside each token's best groups, which are judged by their `counted` best scores."""
+    number, kept = groups
+    by_group: torch.Tensor = scores.unflatten(-1, (number, -1))
+    best = by_group.topk(counted, -1).values.sum(-1).topk(kept, -1).indices
+    hidden = torch.ones(by_group.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, best, value=False)
+    return by_group.masked_fill(hidden.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 def add_experts(

@@ -1,7 +1,8 @@
 """FP8 as Qwen and DeepSeek publish it (128 x 128 blocks, `weight_scale_inv`), and with a scale for each tensor.
 
 `weight_scale_inv` is what codes are multiplied by, in spite of its name. Activation scales of a static calibration are
-accepted and not needed: this engine works them out by token, which is at least as exact.
+accepted and not needed: this engine works them out by token, which is at least as exact. Nor does it round them to
+powers of two where a checkpoint's own do so (`scale_fmt` ue8m0, DeepSeek-V3.1).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def read(values: dict[str, Any]) -> Layout:
     config.skip("quant_method", "dequantize")
     config.expect("fmt", "e4m3")
     config.expect("activation_scheme", "dynamic", "static")
-    config.expect("scale_fmt", "float")
+    config.expect("scale_fmt", "float", "ue8m0")
     plain = listed([*config.names("modules_to_not_convert"), *config.names("ignored_layers"), "lm_head"])
     size = config.value("weight_block_size")
     config.finish()

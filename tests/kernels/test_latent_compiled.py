@@ -1,0 +1,62 @@
+"""Latent attention as it is compiled for a card, without one: it fits, and latents are on their way while others are
+computed with."""
+
+import pytest
+
+COMPILE = """
+import re, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Card:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+driver.set_active(Card())
+from inferengine.kernels.cuda.attention import latent
+from inferengine.kernels.cuda.split_k import Scratch
+
+class Compiled:
+    def __init__(self, kernel): self.kernel = kernel
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            made = self.kernel.warmup(*args, grid=grid, **options)
+            text = made.asm["ttgir"]
+            rooms = re.findall(r"local_alloc : .*<(\\d+)x32x512x", text)  # tiles of latents in shared memory
+            print(made.metadata.shared, rooms[0] if rooms else 0)
+        return launch
+
+latent._latent_kernel = Compiled(latent._latent_kernel)
+latent._combine_kernel = Compiled(latent._combine_kernel)
+latent.supports_pdl = lambda device: True
+heads, cache = int(sys.argv[1]), getattr(torch, sys.argv[2])
+kv, one = torch.zeros(2, 1, 1, 64, 576, dtype=cache), torch.zeros(4, dtype=torch.int32)
+q, out = (torch.zeros(4, heads, width, dtype=torch.bfloat16) for width in (576, 512))
+scratch = Scratch(torch.device("cpu"), num_floats=1 << 22, num_counters=64)
+latent.latent_decode(q, kv, one, one, one[None], 512, 0.1, scratch, out=out)
+latent.latent_prefill(
+    q, kv, one[:3], one, one, one[None], 512, 0.1, scratch, first_row=0, num_tokens=4, out=out, num_splits=1
+)
+"""
+
+
+def compiled(compile_program, *arguments: str) -> list[list[int]]:
+    """Of decodes and of prompts: bytes of shared memory, and the tiles of latents that are held there at once."""
+    done = compile_program(COMPILE, *arguments)
+    found = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    assert len(found) == 3, done.stderr[-2000:]
+    decode, _combine, prompt = found
+    return [decode, prompt]
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("heads", ["16", "128"])
+def test_it_fits_into_a_multiprocessor(heads, cache, compile_program):
+    assert max(shared for shared, _ in compiled(compile_program, heads, cache)) <= 227 * 1024
+
+
+@pytest.mark.parametrize("heads", ["16", "128"])
+def test_the_next_latents_are_on_their_way_while_others_are_computed_with(heads, compile_program):
+    assert min(tiles for _, tiles in compiled(compile_program, heads, "bfloat16")) >= 2
