@@ -1,9 +1,10 @@
-"""`inferengine tune`: measures which kernels a model's matrix products take on this card, and shows the table."""
+"""`inferengine tune`: measures which kernels a model's matrix products, decode attention and experts take on this card,
+and shows the table."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from inferengine.cli.command import Arguments, Option, command
@@ -26,13 +27,15 @@ USAGE = (
 
 @command(OPTIONS, takes_model=True, usage=USAGE)
 def run(arguments: Arguments) -> int:
-    """Measure which kernel is fastest for each matrix product of a model, at each number of rows, on this card.
+    """Measure which kernel is fastest for each matrix product of a model, its decode attention and its experts, at each
+    number of rows, on this card.
 
     An engine does the same at its first start, within engine.tune seconds; here the budget is larger, and what was
     measured before is measured anew. The table lies in the cache folder and holds for this card and these versions of
     torch, Triton and the kernels. Each line shows a number of rows, the kernel, its microseconds and its share of what
-    the card can do (reading the weight, or arithmetic, whichever is longer); then the runner-up, and what the rules
-    without a measurement would have taken.
+    the card can do (reading weights or keys and values, or arithmetic, whichever is longer); then the runner-up, and
+    what the rules without a measurement would have taken. Attention has a line for each mean context, experts one for
+    tokens that are spread evenly and one for a skewed router: one choice serves all of them.
     """
     values, config = arguments.values, arguments.config
     named = bool(config.model.path)
@@ -54,8 +57,7 @@ def run(arguments: Arguments) -> int:
     report = measure_model(settings)
     if report is None:
         raise ConfigError("engine.deterministic", "deterministic mode and fp32 have one kernel each: nothing to choose")
-    keys = {key for product in report.products for key in product.measured_keys()}
-    _print(report.table, report.environment, keys, as_json=values["json"])
+    _print(report.table, report.environment, report.keys, as_json=values["json"])
     print(f"measured in {report.seconds:.1f} s", file=sys.stderr)
     return ExitCode.OK
 
@@ -63,15 +65,14 @@ def run(arguments: Arguments) -> int:
 def _show(arguments: Arguments, *, named: bool) -> int:
     """Print what is known of a model's products, or of all."""
     from inferengine.executor.settings import executor_settings
-    from inferengine.executor.tune import known_table, shapes_of
+    from inferengine.executor.tune import keys_in, known_table
 
     table, environment = known_table()
-    keys = set(table.entries)
+    keys = {*table.entries, *table.choices}
     if named:
-        shapes = shapes_of(executor_settings(arguments.config))
-        keys = {key for key in keys if (key.width, key.columns) in shapes}
+        keys = keys_in(table, executor_settings(arguments.config))
     _print(table, environment, keys, as_json=arguments.values["json"])
-    if not any(table.entries[key] for key in keys):
+    if not any(table.entries.get(key) or table.choices.get(key) for key in keys):
         print("nothing was measured: run 'inferengine tune MODEL' on the card", file=sys.stderr)
     return ExitCode.OK
 
@@ -80,21 +81,81 @@ def _print(table: Any, environment: Any, keys: set[Any], *, as_json: bool) -> No
     from inferengine.executor.tools.device_peaks import data_sheet_of
     from inferengine.kernels.cuda.tuning import measured_table
 
-    wanted = measured_table.MeasuredTable({key: table.entries[key] for key in keys if table.entries.get(key)})
+    wanted = measured_table.MeasuredTable(
+        {key: table.entries[key] for key in keys if table.entries.get(key)},
+        {key: table.choices[key] for key in keys if table.choices.get(key)},
+    )
     if as_json:
         print(measured_table.to_json(wanted, environment), end="")
         return
-    sheet = data_sheet_of(environment.card)
+    found = data_sheet_of(environment.card)
+    sheet = None if found is None else found._asdict()
     print(f"{environment.card}, torch {environment.torch}, Triton {environment.triton}, kernels {environment.kernels}")
     for key, rows in sorted(wanted.entries.items()):
         print(f"\n{key.product.name.lower()} of {key.width} x {key.columns}, {key.operands.value}")
         for count in sorted(rows):
             entry = rows[count]
-            share = "" if sheet is None else f"{_share(key, count, entry.best_us, sheet._asdict()):6.0%}"
+            share = "" if sheet is None else f"{_share(key, count, entry.best_us, sheet):6.0%}"
             print(
                 f"{count:6}  {_name(entry.best):48} {entry.best_us:9.1f} us{share}"
                 f"  then {_name(entry.second)} {entry.second_us:.1f}, rules {entry.rules_us:.1f}"
             )
+    for choice_key, choices in sorted(wanted.choices.items(), key=lambda item: (type(item[0]).__name__, item[0])):
+        print(f"\n{_title(choice_key)}")
+        for count in sorted(choices):
+            for line in _choice_lines(choice_key, count, choices[count], sheet):
+                print(line)
+
+
+def _title(key: Any) -> str:
+    """What a measurement that is not of a product is of."""
+    if hasattr(key, "head_dim"):
+        window = f", window {key.window}" if key.window else ""
+        return (
+            f"decode attention of {key.num_heads} heads, {key.num_kv_heads} of keys and values, {key.head_dim} wide, "
+            f"{key.cache_bits} bits, blocks of {key.block_size}{window}"
+        )
+    return (
+        f"experts: {key.num_chosen} of {key.num_experts}, {key.num_held} here, gate and up {key.rows} x {key.columns}, "
+        f"{key.format}"
+    )
+
+
+def _choice_lines(key: Any, rows: int, entry: Any, sheet: Mapping[str, float] | None) -> Iterator[str]:
+    """One line for each case of an entry."""
+    for case in sorted(entry.times, key=lambda each: (len(each), each)):
+        times = entry.times[case]
+        share = ""
+        if sheet is not None and case != "skewed":  # a skewed router reads fewer experts, nobody knows how many
+            share = f"{_choice_share(key, rows, case, times.best_us, sheet):6.0%}"
+        yield (
+            f"{rows:6} {case:>6}  {_choice_name(entry.best):48} {times.best_us:9.1f} us{share}"
+            f"  then {_choice_name(entry.second)} {times.second_us:.1f}, rules {times.rules_us:.1f}"
+        )
+
+
+def _choice_share(key: Any, rows: int, case: str, microseconds: float, sheet: Mapping[str, float]) -> float:
+    """Of the time that reading keys and values, or experts' weights, takes, or their arithmetic."""
+    from inferengine.kernels.cuda.tuning.tuned_attention import TunedAttention
+    from inferengine.kernels.cuda.tuning.tuned_experts import TunedExperts
+
+    if hasattr(key, "head_dim"):
+        context = int(case)
+        num_bytes: float = TunedAttention(key, 1, rows, context, rows * context).read_bytes(rows, context)
+        operations = 0.0
+    else:
+        experts = TunedExperts(key, "", 1, rows)
+        num_bytes, operations = experts.read_bytes(rows), experts.operations(rows)
+    seconds = max(num_bytes / (sheet["gb_per_s"] * 1e9), operations / (sheet["sixteen_bit"] * 1e12))
+    return seconds / (microseconds * 1e-6) if microseconds else 0.0
+
+
+def _choice_name(choice: Any) -> str:
+    if hasattr(choice, "block_tokens"):
+        numbers = (choice.block_tokens, choice.num_splits, choice.num_warps, choice.num_stages, choice.min_tiles)
+        return " ".join([*map(str, numbers), "" if choice.fused else "apart"]).strip()
+    products = (" ".join(str(int(each)) for each in config) for config in (choice.gate_up, choice.down))
+    return ("grouped " if choice.is_grouped else "pairs ") + " / ".join(products)
 
 
 def _share(key: Any, rows: int, microseconds: float, sheet: Mapping[str, float]) -> float:

@@ -114,6 +114,15 @@ def connect_on_this_host() -> None:
         os.environ.setdefault(name, value)
 
 
+def send_no_telemetry() -> None:
+    """Have ONNX Runtime neither collect nor send figures of use. Call before it is imported.
+
+    From 1.32 on it does by default, and keeps an id of the machine in the cache folder. ORT_DISABLE_TELEMETRY is
+    respected if it is set.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+
 def visible_cards() -> list[str]:
     """The NVIDIA devices that a program started here sees, as CUDA_VISIBLE_DEVICES names them: the entries of that
     variable, else the numbers of the device files. Says nothing of whether torch can use them."""

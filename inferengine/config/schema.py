@@ -113,8 +113,9 @@ class EngineConfig:
     )
     tune: str = _key(
         "auto",
-        "choose kernels by measuring the model's products on this card, within this many seconds at the first start; "
-        "auto: 20 for a model of 1 GiB or more, 0: only tables that exist, off: fixed rules",
+        "choose kernels by measuring the model's products, attention and experts on this card, within this many "
+        "seconds at the first start; auto: 20 for the products of a model of 1 GiB or more, 0: only tables that "
+        "exist, off: fixed rules",
     )
     check_memory: bool = _key(True, "refuse a model that does not fit into free memory; false: load it nevertheless")
     metrics_port: int = _key(0, "port on 127.0.0.1 for Prometheus metrics of the engine alone; 0: none", minimum=0)

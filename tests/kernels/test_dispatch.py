@@ -17,7 +17,7 @@ from inferengine.kernels.cuda.dispatch import (
     Operands,
     Product,
     candidates,
-    decode_config,
+    decode_rule,
     hopper_prefill_config,
     hopper_prefill_is_faster,
     prefill_config,
@@ -57,7 +57,7 @@ def decisions(operands: Operands) -> dict[str, list[list[int | str]]]:
 def attention() -> dict[str, list[list[int | str]]]:
     found = {
         f"decode, head_dim {head_dim}": runs(
-            [str(list(decode_config(rows, 1, head_dim))) for rows in range(1, 2 * LAST_ROW + 1)]
+            [str(list(decode_rule(rows, 1, head_dim))) for rows in range(1, 2 * LAST_ROW + 1)]
         )
         for head_dim in (64, 128, 256)
     }
@@ -86,7 +86,7 @@ def test_attention_takes_the_recorded_configurations(golden) -> None:
 
 
 def test_decode_attention_counts_rows_times_kv_heads() -> None:
-    assert decode_config(8, 16, 128) == decode_config(128, 1, 128) == decode_config(16, 8, 128)
+    assert decode_rule(8, 16, 128) == decode_rule(128, 1, 128) == decode_rule(16, 8, 128)
 
 
 if __name__ == "__main__":

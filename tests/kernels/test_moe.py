@@ -168,3 +168,33 @@ def test_warm_up_runs_every_configuration():
         tokens = (*configurations.token_classes(128, 8), 8192)
         met = {configurations.configurations(operands, 8 * count, 128) for count in tokens}
         assert {rule for rule, _ in met} == {*rules.pairs, *rules.grouped}
+
+
+ROUTINGS = {
+    "groups": Routing(3, False, groups=(3, 2), factor=1.5),
+    "groups, renormalized": Routing(3, True, groups=(3, 1)),
+    "sigmoid": Routing(3, False, sigmoid=True, factor=2.5),
+    "sigmoid, groups, corrected": Routing(3, True, sigmoid=True, groups=(3, 2), factor=2.5),
+    "sigmoid, a part of the experts": Routing(3, True, sigmoid=True, held=(4, 5)),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routing_of_deepseek(name, device):
+    routing, logits = ROUTINGS[name], torch.randn(7, 12)
+    if "corrected" in name:
+        routing = routing._replace(correction=torch.randn(12))
+    expected, wanted = reference.route(logits, routing)
+    moved = None if routing.correction is None else routing.correction.to(device)
+    ids, weights = choose_experts(logits.to(device), 12, routing._replace(correction=moved))
+    if routing.held is not None:
+        here = (expected >= 4) & (expected < 9)
+        expected, wanted = torch.where(here, expected - 4, 5), wanted * here
+    assert torch.equal(ids.cpu().long(), expected)
+    torch.testing.assert_close(weights.cpu(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_correction_chooses_experts_and_does_not_weigh_them():
+    correction = torch.tensor([0.0, 5.0, 0.0])
+    experts, weights = reference.route(torch.zeros(1, 3), Routing(1, False, sigmoid=True, correction=correction))
+    assert (experts.tolist(), weights.tolist()) == ([[1]], [[0.5]])

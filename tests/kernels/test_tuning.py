@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -22,6 +25,7 @@ from inferengine.kernels.cuda.dispatch import (
     rule_candidates,
 )
 from inferengine.kernels.cuda.tuning import measured_table as table
+from inferengine.kernels.cuda.tuning.limits import takes
 from inferengine.kernels.cuda.tuning.measured_table import ROWS, Entry, Environment, MeasuredTable
 from inferengine.kernels.cuda.tuning.search import (
     CYCLES_PER_S,
@@ -35,7 +39,6 @@ from inferengine.kernels.cuda.tuning.search import (
     slow_rows,
     splits_worth_trying,
     step_seconds,
-    takes,
 )
 
 DENSE = Operands.DENSE
@@ -343,6 +346,13 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert table.load(tmp_path, HERE).entries == example().entries
 
 
+def test_that_nothing_came_of_measuring_is_read_as_it_was_written(tmp_path: Path) -> None:
+    measured = MeasuredTable()
+    measured.add_empty([QKV_7B])
+    table.save(measured, tmp_path, HERE)
+    assert table.load(tmp_path, HERE).entries == {QKV_7B: {}}
+
+
 def test_later_measurements_are_added_to_earlier_ones(tmp_path: Path) -> None:
     table.save(example(), tmp_path, HERE)
     other = ProductKey(DENSE, Product.LINEAR, 5120, 5120)
@@ -362,9 +372,9 @@ def test_another_card_or_version_is_measured_anew(tmp_path: Path, field: str) ->
         "",
         "{",
         "[]",
-        '{"format": 2}',
-        '{"format": 1, "card": "NVIDIA H200"}',
-        '{"format": 1, "card": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "kernels": "abc", "products": 3}',
+        '{"format": 3}',
+        '{"format": 2, "card": "NVIDIA H200"}',
+        '{"format": 2, "card": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "kernels": "abc", "products": 3}',
     ],
 )
 def test_a_file_that_is_no_table_is_not_used(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -379,6 +389,55 @@ def test_a_configuration_that_no_kernel_has_is_not_used(tmp_path: Path) -> None:
     file = table.save(example(), tmp_path, HERE)
     file.write_text(file.read_text().replace('"GEMV", 4,', '"GEMV", 4, 4,'))
     assert table.load(tmp_path, HERE).entries == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('["GEMV", 4, 2048, 8, 0]', "[]"),
+        ('["GEMV", 4, 2048, 8, 0]', '["GEMV", 3, 2048, 8, 0]'),
+        ('["GEMV", 4, 2048, 8, 0]', '["GEMV", 4, 1048576, 8, 0]'),
+        ('["GEMV", 4, 2048, 8, 0]', '["GEMV", 4, 2048, 64, 0]'),
+        ('["GEMV", 4, 2048, 8, 0]', '["GEMV", true, 2048, 8, 0]'),
+        ('["GEMV", 4, 2048, 8, 0]', '["W8_GEMV", 8, 1024, 4]'),
+        ('[1, ["GEMV"', '[64, ["GEMV"'),
+        ("[[1, ", "[[0, "),
+        ("[[1, ", "[[Infinity, "),
+        ("[[1, ", '[["1", '),
+        ("9.0", "NaN"),
+        ("9.0", "-9.0"),
+        ('"format": 2', '"format": ' + 10_000 * "[" + 10_000 * "]"),
+    ],
+)
+def test_what_no_kernel_takes_is_not_used(tmp_path: Path, old: str, new: str, caplog: pytest.LogCaptureFixture) -> None:
+    file = table.save(example(), tmp_path, HERE)
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+    assert table.load(tmp_path, HERE).entries == {}
+    assert "cannot be read and is not used" in caplog.text
+
+
+def test_any_part_of_a_table_is_read_as_nothing(tmp_path: Path) -> None:
+    file = table.save(example(), tmp_path, HERE)
+    whole = file.read_bytes()
+    for length in range(len(whole) - 1):
+        file.write_bytes(whole[:length])
+        assert table.load(tmp_path, HERE).entries == {}
+
+
+def test_a_full_disk_leaves_the_old_table_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = table.save(example(), tmp_path, HERE)
+
+    def full(descriptor: int, mode: str) -> Any:
+        os.close(descriptor)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fdopen", full)
+    with pytest.raises(OSError, match="No space left"):
+        table.save(example(), tmp_path, HERE)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == [file]
+    assert table.load(tmp_path, HERE).entries == example().entries
 
 
 def test_the_kernels_hash_is_of_their_sources() -> None:

@@ -16,6 +16,9 @@ Deterministic mode has operands of its own. Their configurations sum the inner d
 weight's shape only, never on the number of rows.
 
 Every `width` counts all rows of the weight: of a gated product gate and up together.
+
+Attention over single new tokens is chosen in the same way, by the number of rows (`AttentionKey`). How long the rows'
+contexts are is known on the device alone, so one choice serves all contexts.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 # -- configurations, by kernel -----------------------------------------------------------------------------------------
 
@@ -132,13 +135,15 @@ class StreamConfig(NamedTuple):
 
 class DecodeConfig(NamedTuple):
     """attention/decode.py: tokens per tile, and the most programs per (row, KV head), of which one more takes part for
-    each `min_tiles` of the context."""
+    each `min_tiles` of the context. `fused`: where all rows of a step are decodes, the kernel also rotates queries and
+    keys and writes the cache; else a kernel before it does."""
 
     block_tokens: int
     num_splits: int
     num_warps: int
     num_stages: int
     min_tiles: int = 1
+    fused: bool = True
 
 
 class PrefillConfig(NamedTuple):
@@ -623,6 +628,45 @@ def measured_rows() -> tuple[int, ...]:
     return tuple(sorted({last for runs in _measured.values() for last in runs.lasts}))
 
 
+Key = TypeVar("Key")
+Choice = TypeVar("Choice")
+
+
+class MeasuredChoices(Generic[Key, Choice]):
+    """What was measured to be best of something other than a product: by key, and by runs of numbers of rows."""
+
+    def __init__(self) -> None:
+        self._runs: dict[Key, tuple[tuple[int, int, Choice], ...]] = {}
+        self._forced: dict[Key, Choice] = {}
+
+    def use(self, table: Mapping[Key, tuple[tuple[int, int, Choice], ...]]) -> None:
+        """Let these runs (first row, last row, choice) decide. They replace those of an earlier call."""
+        self._runs = dict(table)
+
+    def find(self, key: Key, rows: int) -> Choice | None:
+        """Return what was measured for so many rows, or what is forced; None: nothing was."""
+        if self._forced and key in self._forced:
+            return self._forced[key]
+        for first, last, choice in self._runs.get(key, ()):
+            if first <= rows <= last:
+                return choice
+        return None
+
+    def rows(self) -> tuple[int, ...]:
+        """Return the last number of rows of every run, in order."""
+        return tuple(sorted({last for runs in self._runs.values() for _, last, _ in runs}))
+
+    @contextmanager
+    def forcing(self, key: Key, choice: Choice) -> Iterator[None]:
+        """Inside, `key` takes this choice for any number of rows."""
+        before = dict(self._forced)
+        self._forced[key] = choice
+        try:
+            yield
+        finally:
+            self._forced = before
+
+
 @contextmanager
 def forcing(choices: Mapping[ProductKey, KernelChoice | None]) -> Iterator[None]:
     """Inside, these products take these kernels for any number of rows, where they accept the tensors."""
@@ -717,9 +761,30 @@ HOPPER_ROWS = 16  # up to which rows may have few tokens each: as many as a capt
 HOPPER_ROW_TOKENS = 32  # average of more rows than these, below which tiles of Hopper's kernel are mostly empty
 
 
+class AttentionKey(NamedTuple):
+    """What a measurement of decode attention is of, but for rows and contexts: heads, the dimensions of one, the tokens
+    of a block of the cache, the bits of one of its numbers, and the window; 0: there is none."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    cache_bits: int
+    window: int
+
+
+attention_choices: MeasuredChoices[AttentionKey, DecodeConfig] = MeasuredChoices()
+
+
+def decode_config(key: AttentionKey, num_rows: int) -> DecodeConfig:
+    """Return the configuration of decode attention: as measured, else by the rule. Not for fp32 queries, nor where the
+    caller fixes the splits: they keep the rule."""
+    return attention_choices.find(key, num_rows) or decode_rule(num_rows, key.num_kv_heads, key.head_dim)
+
+
 @lru_cache(maxsize=4096)
-def decode_config(num_rows: int, num_kv_heads: int, head_dim: int) -> DecodeConfig:
-    """Return the configuration of decode attention."""
+def decode_rule(num_rows: int, num_kv_heads: int, head_dim: int) -> DecodeConfig:
+    """Return what the rule says of decode attention, whatever was measured."""
     programs = num_rows * num_kv_heads
     return next(
         config

@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional
 
 from inferengine.kernels.cuda import activation, norm
-from inferengine.kernels.cuda.attention.decode import decode_attention, decode_attention_qkv
+from inferengine.kernels.cuda.attention.decode import chosen_config, decode_attention, decode_attention_qkv
+from inferengine.kernels.cuda.attention.latent import head_products, latent_decode, latent_prefill, latent_rope_write
 from inferengine.kernels.cuda.attention.prefill import prefill_attention
 from inferengine.kernels.cuda.dispatch import Kernel, KernelChoice, Operands, Product, candidates
 from inferengine.kernels.cuda.gemm.dense_small_m import gemv, tiled
@@ -183,12 +184,15 @@ class CudaKernels:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with packed qkv -> [T, H * D], and write K and V to the cache; one kernel when every row is a
-        decode."""
+        decode, unless two were measured to be faster."""
         rows = batch.num_tokens
+        config = None
         if rows == batch.num_decodes and not self.deterministic:
+            config = chosen_config(qkv, num_heads, kv, window)
+        if config is not None and config.fused:
             return decode_attention_qkv(
                 qkv, q_norm, k_norm, eps, cos_sin, kv, batch.row_slot, batch.row_len, batch.block_tables[group],
-                num_heads, scale, window, softcap, self.scratch, kv_scales=kv_scales, sinks=sinks,
+                num_heads, scale, window, softcap, self.scratch, kv_scales=kv_scales, tuning=config, sinks=sinks,
             )  # fmt: skip
         q = qkv_rope_write(
             qkv,
@@ -204,6 +208,51 @@ class CudaKernels:
             kv_scales,
         )
         return self.attention(q, kv, batch, group, scale, window, softcap, kv_scales, sinks)
+
+    def latent_attention(
+        self,
+        q: torch.Tensor,
+        new: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+        key_up: torch.Tensor,
+        value_up: torch.Tensor,
+        cos_sin: torch.Tensor,
+        kv: torch.Tensor,
+        batch: Any,
+        group: int,
+        scale: float,
+        kv_scale: float = 1.0,
+    ) -> torch.Tensor:
+        """Attend over latents, and write those of the step to the cache; arguments as in kernels/cpu_latent.py."""
+        num_tokens, (num_heads, plain, rank) = q.shape[0], key_up.shape
+        wide = q.new_empty(num_tokens, num_heads, kv.shape[-1])
+        table = batch.block_tables[group]
+        latent_rope_write(q, new, gain, eps, cos_sin, batch.positions, batch.token_slot, table, kv, wide, kv_scale)
+        queries = q.unflatten(1, (num_heads, -1))[..., :plain]
+        self._head_products(queries, key_up, wide[..., :rank])
+        mixed = q.new_empty(num_tokens, num_heads, rank)
+        decodes = 0 if self.deterministic else batch.num_decodes
+        if decodes:
+            latent_decode(
+                wide[:decodes], kv, batch.row_slot[:decodes], batch.row_len, table, rank, scale, self.scratch,
+                out=mixed[:decodes], kv_scale=kv_scale,
+            )  # fmt: skip
+        if decodes < num_tokens:
+            latent_prefill(
+                wide, kv, batch.row_slot, batch.row_start, batch.query_start, table, rank, scale, self.scratch,
+                first_row=decodes, num_tokens=num_tokens - decodes, out=mixed, kv_scale=kv_scale,
+                num_splits=1 if self.deterministic else None,
+            )  # fmt: skip
+        out = q.new_empty(num_tokens, num_heads, value_up.shape[2])
+        return self._head_products(mixed, value_up, out).flatten(1)
+
+    def _head_products(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Multiply x [T, H, K] by weight [H, K, N], head by head, into `out` [T, H, N]."""
+        if self.deterministic:
+            return head_products(x, weight, out)
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+        return out
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
@@ -238,6 +287,7 @@ def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any
         "add_experts_norm": experts.add_experts_norm,
         "prepare_attention": kernels.prepare_attention,
         "attention_qkv": kernels.attention_qkv,
+        "latent_attention": kernels.latent_attention,
         "apply_masks": apply_masks,
         "sample": partial(sample, deterministic=deterministic),
         "token_logprobs": token_logprobs,

@@ -13,6 +13,7 @@ shape, heads by elements, even where all rows are equal: the compiler would conv
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 
 from inferengine.kernels.cuda.activation import tanh
-from inferengine.kernels.cuda.dispatch import DecodeConfig, decode_config
+from inferengine.kernels.cuda.dispatch import AttentionKey, DecodeConfig, decode_config, decode_rule
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.cuda.split_k import NUM_FLOATS, Scratch
 
@@ -250,19 +251,33 @@ def decode_attention_qkv(
     return out
 
 
-def row_classes(num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int) -> list[int]:
+def attention_key(num_heads: int, kv: torch.Tensor, window: int | None) -> AttentionKey:
+    """Return under which key decode attention over a cache is measured."""
+    return AttentionKey(num_heads, kv.shape[2], kv.shape[4], kv.shape[3], 8 * kv.element_size(), window or 0)
+
+
+def chosen_config(q: torch.Tensor, num_heads: int, kv: torch.Tensor, window: int | None) -> DecodeConfig:
+    """Return the configuration for queries of so many rows, in their number format; fp32 keeps the rule."""
+    if q.dtype == torch.float32:
+        return decode_rule(q.shape[0], kv.shape[2], kv.shape[4])
+    return decode_config(attention_key(num_heads, kv, window), q.shape[0])
+
+
+def row_classes(keys: Iterable[AttentionKey], max_rows: int, *, is_fp32: bool = False) -> list[int]:
     """Return, for each kernel that steps of 1 to `max_rows` decode rows launch, the fewest rows that launch it."""
-    first: dict[tuple[DecodeConfig, int], int] = {}
-    for rows in range(1, max_rows + 1):
-        tuned = decode_config(rows, num_kv_heads, head_dim)
-        splits = _fitting_splits(tuned.num_splits, rows * num_heads * (head_dim + 1), NUM_FLOATS)
-        first.setdefault((tuned, splits), rows)
-    return list(first.values())
+    first: dict[tuple[AttentionKey, DecodeConfig, int], int] = {}
+    for key in keys:
+        for rows in range(1, max_rows + 1):
+            by_rule = decode_rule(rows, key.num_kv_heads, key.head_dim)
+            tuned = by_rule if is_fp32 else decode_config(key, rows)
+            splits = fitting_splits(tuned.num_splits, rows * key.num_heads * (key.head_dim + 1), NUM_FLOATS)
+            first.setdefault((key, tuned, splits), rows)
+    return sorted(set(first.values()))
 
 
-def _fitting_splits(wanted: int, floats: int, room: int) -> int:
-    """Programs that share a row, each of which leaves `floats` behind: a power of two where fewer fit than wanted,
-    because each number is a kernel of its own."""
+def fitting_splits(wanted: int, floats: int, room: int) -> int:
+    """Return how many programs share a row, each of which leaves `floats` behind: a power of two where fewer fit than
+    wanted, because each number is a kernel of its own."""
     fitting = max(1, room // floats)
     return wanted if wanted <= fitting else 1 << (fitting.bit_length() - 1)
 
@@ -293,9 +308,14 @@ def _launch(
     if num_rows == 0:
         return
     group = num_heads // num_kv_heads
-    tuned = tuning or decode_config(num_rows, num_kv_heads, head_dim)
+    if tuning is not None:
+        tuned = tuning
+    elif num_splits is not None:  # deterministic: nothing that was measured may change the order of sums
+        tuned = decode_rule(num_rows, num_kv_heads, head_dim)
+    else:
+        tuned = chosen_config(q, num_heads, kv, window)
     wanted = min(num_splits or tuned.num_splits, MAX_SPLITS)
-    splits = _fitting_splits(wanted, num_rows * num_heads * (head_dim + 1), scratch.partial.numel())
+    splits = fitting_splits(wanted, num_rows * num_heads * (head_dim + 1), scratch.partial.numel())
     if num_rows * num_kv_heads > scratch.arrived.numel():
         splits = 1
     options: dict[str, Any] = launch_options(supports_pdl(q.device))

@@ -1,15 +1,19 @@
-"""Rules that choose the kernel, and its configuration, for products with experts' weights.
+"""Chooses the kernel, and its configuration, for products with experts' weights: as measured, else by rules.
 
-They depend on the weight's number format and on the number of pairs of token and expert. Nothing is tuned at start-up.
-`pairs` rules apply up to a number of pairs; `grouped` rules up to an average number of pairs for each expert. The first
-rule that applies is taken. They were measured on an H200 with the shapes of Qwen3-30B-A3B (16-bit numbers, FP8) and
-GPT-OSS-20B (MXFP4). Deterministic mode has a single configuration, so that a row's sum is the same at every number of
-rows.
+The rules depend on the weight's number format and on the number of pairs of token and expert. `pairs` rules apply up to
+a number of pairs; `grouped` rules up to an average number of pairs for each expert. The first rule that applies is
+taken. They were measured on an H200 with the shapes of Qwen3-30B-A3B (16-bit numbers, FP8) and GPT-OSS-20B (MXFP4).
+
+What was measured for the very shape on the very card comes first, by the number of tokens (`experts_choices`). How the
+tokens are spread over the experts is known on the device alone, so one choice serves all of them. Deterministic mode
+has a single configuration, so that a row's sum is the same at every number of rows. It and fp32 are never measured.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+from inferengine.kernels.cuda.dispatch import MeasuredChoices
 
 
 class PairConfig(NamedTuple):
@@ -54,6 +58,29 @@ class Rules(NamedTuple):
     pairs: tuple[MoeRule, ...]
     grouped: tuple[MoeRule, ...]
 
+
+class ExpertsKey(NamedTuple):
+    """What a measurement of experts' products is of, but for the number of tokens: the weight's format, the experts of
+    the layer and those that this device holds, how many each token chooses, and one expert's gate and up rows and their
+    columns."""
+
+    format: str
+    num_experts: int
+    num_held: int
+    num_chosen: int
+    rows: int
+    columns: int
+
+
+class ExpertsChoice(NamedTuple):
+    """The configurations of the gated product and of the other, and whether pairs are grouped by expert."""
+
+    is_grouped: bool
+    gate_up: Any
+    down: Any
+
+
+experts_choices: MeasuredChoices[ExpertsKey, ExpertsChoice] = MeasuredChoices()
 
 MANY = float("inf")
 SINGLE = GroupedConfig(16, 32, 128, 4, 4, True)
@@ -126,12 +153,28 @@ EXACT = {
 
 
 def token_classes(num_experts: int, num_chosen: int) -> tuple[int, ...]:
-    """Return numbers of tokens that together launch every kernel of these rules, whatever the weights' format."""
-    numbers: set[int] = set()
+    """Return numbers of tokens that together launch every kernel of these rules and of what was measured, whatever the
+    weights' format."""
+    numbers: set[int] = set(experts_choices.rows())
     for rules in RULES.values():
         numbers.update(int(rule.most) // num_chosen for rule in rules.pairs)
         numbers.update(int(rule.most * num_experts) // num_chosen for rule in rules.grouped if rule.most < MANY)
     return tuple(sorted({count for number in numbers for count in (number, number + 1)} - {0}))
+
+
+def choose(operands: str, key: ExpertsKey, num_tokens: int, *, deterministic: bool = False) -> ExpertsChoice:
+    """Return how the products of `num_tokens` tokens are computed, for a weight of `operands` (a key of RULES)."""
+    if not deterministic and operands != "fp32":
+        measured = experts_choices.find(key, num_tokens)
+        if measured is not None:
+            return measured
+    return rule_choice(operands, num_tokens * key.num_chosen, key.num_experts, deterministic=deterministic)
+
+
+def rule_choice(operands: str, num_pairs: int, num_experts: int, *, deterministic: bool = False) -> ExpertsChoice:
+    """Return what the rules say, whatever was measured."""
+    rule, is_grouped = configurations(operands, num_pairs, num_experts, deterministic=deterministic)
+    return ExpertsChoice(is_grouped, rule.gate_up, rule.down)
 
 
 def configurations(

@@ -13,7 +13,7 @@ from torch.nn import functional
 from inferengine.errors import ConfigError
 from inferengine.kernels.cuda.moe.blocks import BlockMatrix, block_matrix, multiply_blocks
 from inferengine.kernels.cuda.moe.combine import add_weighted
-from inferengine.kernels.cuda.moe.configurations import SINGLE, PairConfig, configurations
+from inferengine.kernels.cuda.moe.configurations import SINGLE, ExpertsKey, PairConfig, choose
 from inferengine.kernels.cuda.moe.grouped import (
     FP8,
     FP8_GROUPS,
@@ -32,6 +32,7 @@ from inferengine.kernels.experts import ExpertBlocks, ExpertCodes, Gating, Routi
 from inferengine.kernels.reference.moe import regrouped
 
 LARGEST_EXPONENT = 128  # of MXFP4's scales
+FORMATS = {NUMBERS: "16-bit", FP8: "fp8", FP8_GROUPS: "fp8-blocks", INT8: "int8", MXFP4: "mxfp4", INT4: "int4"}
 # Keys of configurations.RULES. Those of INT8 and INT4 were measured with the other format of as many bits.
 OPERANDS = {NUMBERS: "numbers", FP8: "fp8", FP8_GROUPS: "fp8", INT8: "fp8", MXFP4: "mxfp4", INT4: "mxfp4"}
 
@@ -192,13 +193,26 @@ class MoeKernels:
         is_part = routing.held is not None
         num_experts = logits.shape[1] if is_part else gate_up.num_experts  # of the whole layer
         ids, weights = choose_experts(logits, num_experts, routing)
-        rule, grouped = configurations(
-            operands_of(x.dtype, gate_up), ids.numel(), num_experts, deterministic=self.deterministic
-        )
-        order, starts = group_pairs(ids, gate_up.num_experts) if grouped else (None, None)
+        key = experts_key(experts, num_experts, routing.num_chosen)
+        operands = operands_of(x.dtype, gate_up)
+        choice = choose(operands, key, len(x), deterministic=self.deterministic)
+        order, starts = group_pairs(ids, gate_up.num_experts) if choice.is_grouped else (None, None)
         pairs = Pairs(ids, order, starts, is_part)
-        hidden = _product(x, gate_up, pairs, rule.gate_up, experts.gating)
-        return _product(hidden, down, pairs, rule.down, None), weights
+        hidden = _product(x, gate_up, pairs, choice.gate_up, experts.gating)
+        return _product(hidden, down, pairs, choice.down, None), weights
+
+
+def experts_key(experts: CudaExperts, num_experts: int, num_chosen: int) -> ExpertsKey:
+    """Return under which key the products of packed experts are measured; `num_experts` of the whole layer."""
+    gate_up = experts.gate_up
+    if isinstance(gate_up, BlockMatrix):
+        parts = (*gate_up.parts, *experts.down.parts) if isinstance(experts.down, BlockMatrix) else gate_up.parts
+        name = "-".join(["blocks", *(str(part.bits) for part in parts)])
+        rows, columns = 2 * gate_up.rows, gate_up.parts[0].shape[1]
+    else:
+        name = FORMATS[gate_up.kind] + (f"-{gate_up.group}" if gate_up.kind == INT4 else "")
+        rows, columns = gate_up.rows, gate_up.columns
+    return ExpertsKey(name, num_experts, gate_up.num_experts, num_chosen, rows, columns)
 
 
 def operands_of(dtype: torch.dtype, weight: ExpertMatrix | BlockMatrix) -> str:

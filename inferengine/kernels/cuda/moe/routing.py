@@ -24,20 +24,28 @@ def choose_experts(logits: torch.Tensor, num_experts: int, routing: Routing) -> 
     Experts on other devices get the number after the last, and the weight 0.
     """
     rows, k = logits.shape[0], routing.num_chosen
+    groups, kept = routing.groups or (1, 1)
     ids = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
     block = triton.next_power_of_2(num_experts)
     first, held = routing.held or (0, num_experts)
     _choose_kernel[(rows,)](
         logits,
+        logits if routing.correction is None else routing.correction,
         ids,
         weights,
         logits.stride(0),
+        routing.factor,
         EXPERTS=num_experts,
         BLOCK=block,
         K=k,
         BLOCK_K=triton.next_power_of_2(k),
         RENORMALIZED=routing.renormalized,
+        SIGMOID=routing.sigmoid,
+        CORRECTED=routing.correction is not None,
+        GROUPS=groups,
+        BLOCK_GROUPS=triton.next_power_of_2(groups),
+        KEPT=kept,
         FIRST=first,
         HELD=held,
         num_warps=1,
@@ -69,16 +77,54 @@ def group_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torc
 
 
 @triton.jit
+def _of_best_groups(
+    scores,
+    expert,
+    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Scores [BLOCK], -inf outside the KEPT best groups. A group is as good as its best score or, with PAIRS, its two
+    best together."""
+    EACH: tl.constexpr = EXPERTS // GROUPS
+    group = expert // EACH
+    place = tl.arange(0, BLOCK_GROUPS)
+    worth = tl.full([BLOCK_GROUPS], float("-inf"), tl.float32)
+    for i in tl.static_range(GROUPS):
+        mine = tl.where(group == i, scores, float("-inf"))
+        value = tl.max(mine, axis=0)
+        if PAIRS:
+            best = tl.argmax(mine, axis=0)
+            value += tl.max(tl.where(expert == best, float("-inf"), mine), axis=0)
+        worth = tl.where(place == i, value, worth)
+    allowed = expert < 0
+    for _ in tl.static_range(KEPT):
+        best = tl.argmax(worth, axis=0)
+        allowed = allowed | (group == best)
+        worth = tl.where(place == best, float("-inf"), worth)
+    return tl.where(allowed & (expert < EXPERTS), scores, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["factor"])
 def _choose_kernel(
     logits_ptr,
+    correction_ptr,
     ids_ptr,
     weights_ptr,
     stride,
+    factor,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     RENORMALIZED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
     FIRST: tl.constexpr,
     HELD: tl.constexpr,
     PDL: tl.constexpr,
@@ -90,25 +136,45 @@ def _choose_kernel(
     wait_for_previous(PDL)
     logit = tl.load(logits_ptr + row * stride + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
     logit = tl.where(logit == logit, logit, -3.0e38)  # of NaN: an expert that exists is chosen
-    peak = tl.max(logit, axis=0)
-    total = tl.sum(tl.exp(logit - peak), axis=0)
     ids = tl.zeros([BLOCK_K], tl.int32)
-    chosen = tl.full([BLOCK_K], float("-inf"), tl.float32)
-    for i in tl.static_range(K):
-        best = tl.argmax(logit, axis=0).to(tl.int32)
-        value = tl.max(logit, axis=0)
-        ids = tl.where(place == i, best, ids)
-        chosen = tl.where(place == i, value, chosen)
-        logit = tl.where(expert == best, float("-inf"), logit)
-    weights = tl.exp(chosen - peak)
-    if RENORMALIZED:
-        total = tl.sum(weights, axis=0)
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+        compared = score
+        if CORRECTED:
+            compared += tl.load(correction_ptr + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+        compared = tl.where(expert < EXPERTS, compared, float("-inf"))
+        if GROUPS > 1:
+            compared = _of_best_groups(compared, expert, EXPERTS, GROUPS, BLOCK_GROUPS, KEPT, True)
+        weights = tl.zeros([BLOCK_K], tl.float32)
+        for i in tl.static_range(K):
+            best = tl.argmax(compared, axis=0).to(tl.int32)
+            ids = tl.where(place == i, best, ids)
+            weights = tl.where(place == i, tl.sum(tl.where(expert == best, score, 0.0), axis=0), weights)
+            compared = tl.where(expert == best, float("-inf"), compared)
+        total = 1.0
+        if RENORMALIZED:
+            total = tl.sum(weights, axis=0) + 1.0e-20
+    else:
+        peak = tl.max(logit, axis=0)
+        total = tl.sum(tl.exp(logit - peak), axis=0)
+        if GROUPS > 1:
+            logit = _of_best_groups(logit, expert, EXPERTS, GROUPS, BLOCK_GROUPS, KEPT, False)
+        chosen = tl.full([BLOCK_K], float("-inf"), tl.float32)
+        for i in tl.static_range(K):
+            best = tl.argmax(logit, axis=0).to(tl.int32)
+            value = tl.max(logit, axis=0)
+            ids = tl.where(place == i, best, ids)
+            chosen = tl.where(place == i, value, chosen)
+            logit = tl.where(expert == best, float("-inf"), logit)
+        weights = tl.exp(chosen - peak)
+        if RENORMALIZED:
+            total = tl.sum(weights, axis=0)
     if HELD < EXPERTS:
         elsewhere = (ids < FIRST) | (ids >= FIRST + HELD)
         ids = tl.where(elsewhere, HELD, ids - FIRST)
         weights = tl.where(elsewhere, 0.0, weights)
     tl.store(ids_ptr + row * K + place, ids, mask=place < K)
-    tl.store(weights_ptr + row * K + place, weights / total, mask=place < K)
+    tl.store(weights_ptr + row * K + place, weights / total * factor, mask=place < K)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

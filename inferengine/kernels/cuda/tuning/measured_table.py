@@ -1,4 +1,5 @@
-"""Measured tables: for each product and number of rows the best kernel, in JSON files by card and versions.
+"""Measured tables: for each product, decode attention and mixture of experts, and each number of rows, the best kernel,
+in JSON files by card and versions.
 
 A file holds the measurements of one card with one version of torch, of Triton and of the kernels, whose sources are
 hashed: another card, torch, Triton or kernel is measured anew. It lies beside the compiled kernels. The package
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import tempfile
@@ -20,17 +22,41 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inferengine.kernels.cuda import dispatch
-from inferengine.kernels.cuda.dispatch import Kernel, KernelChoice, MeasuredRun, Operands, Product, ProductKey
+from inferengine.kernels.cuda.dispatch import (
+    PRODUCTS,
+    AttentionKey,
+    DecodeConfig,
+    Kernel,
+    KernelChoice,
+    MeasuredRun,
+    Operands,
+    Product,
+    ProductKey,
+    attention_choices,
+    decode_rule,
+)
+from inferengine.kernels.cuda.moe.configurations import (
+    ExpertsChoice,
+    ExpertsKey,
+    GroupedConfig,
+    PairConfig,
+    experts_choices,
+)
+from inferengine.kernels.cuda.tuning.choices import CaseTimes, ChoiceEntry
+from inferengine.kernels.cuda.tuning.limits import SHARED_BYTES, takes
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 ROWS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512),
     *(768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
 )  # that are measured; a run reaches up to each of them from the one before
 SHIPPED = Path(__file__).with_name("tables")
-KERNEL_SOURCES = ("activation.py", "mma.py", "norm.py", "pdl.py", "split_k.py", "gemm/*.py")
+KERNEL_SOURCES = (
+    *("activation.py", "mma.py", "norm.py", "pdl.py", "rope_kv_write.py", "split_k.py"),
+    *("gemm/*.py", "attention/decode.py", "moe/*.py"),
+)
 CONFIGS: dict[Kernel, Any] = {
     Kernel.GEMV: dispatch.GemvConfig,
     Kernel.TILE: dispatch.TileConfig,
@@ -44,6 +70,14 @@ CONFIGS: dict[Kernel, Any] = {
     Kernel.STREAM: dispatch.StreamConfig,
 }
 WITHOUT_CONFIG = (Kernel.GEMV_HOPPER, Kernel.QUANTIZE_INPUTS)
+FLAGS = ("preload", "weight_left", "tma", "fused")  # fields of configurations that are true or false
+POWERS_OF_TWO = {  # the largest value that a kernel takes
+    "block_m": 256, "block_n": 256, "block_k": 2048, "block_tokens": 128, "num_warps": 8, "tiles": 2, "row_blocks": 4,
+}  # fmt: skip
+NUMBERS = {  # the smallest and the largest
+    "num_stages": (1, 8), "splits": (1, 64), "chunks": (1, 256), "num_splits": (1, 64), "min_tiles": (1, 64),
+    "ahead": (1, 8), "prefetch": (0, 4096),
+}  # fmt: skip
 
 
 class Environment(NamedTuple):
@@ -66,15 +100,30 @@ class Entry(NamedTuple):
     rules_us: float
 
 
-class MeasuredTable:
-    """Entries by product and number of rows."""
+ChoiceKey = AttentionKey | ExpertsKey
 
-    def __init__(self, entries: Mapping[ProductKey, Mapping[int, Entry]] | None = None) -> None:
+
+class MeasuredTable:
+    """Entries by product and number of rows. `choices`: those of decode attention (by AttentionKey) and of experts'
+    products (by ExpertsKey)."""
+
+    def __init__(
+        self,
+        entries: Mapping[ProductKey, Mapping[int, Entry]] | None = None,
+        choices: Mapping[ChoiceKey, Mapping[int, ChoiceEntry]] | None = None,
+    ) -> None:
         self.entries: dict[ProductKey, dict[int, Entry]] = {key: dict(rows) for key, rows in (entries or {}).items()}
+        self.choices: dict[ChoiceKey, dict[int, ChoiceEntry]] = {
+            key: dict(rows) for key, rows in (choices or {}).items()
+        }
 
     def put(self, key: ProductKey, rows: int, entry: Entry) -> None:
         """Set one entry."""
         self.entries.setdefault(key, {})[rows] = entry
+
+    def put_choice(self, key: ChoiceKey, rows: int, entry: ChoiceEntry) -> None:
+        """Set one entry of what is not a product."""
+        self.choices.setdefault(key, {})[rows] = entry
 
     def add_empty(self, keys: Iterable[ProductKey]) -> None:
         """Note that these products were measured, even where nothing came of it."""
@@ -85,6 +134,18 @@ class MeasuredTable:
         """Take all entries of another table."""
         for key, rows in other.entries.items():
             self.entries.setdefault(key, {}).update(rows)
+        for choice_key, found in other.choices.items():
+            self.choices.setdefault(choice_key, {}).update(found)
+
+    def decide(self) -> None:
+        """Let these measurements, and no others, decide from now on."""
+        dispatch.use_measured(self.runs())
+        attention_choices.use(
+            {key: choice_runs(rows) for key, rows in self.choices.items() if isinstance(key, AttentionKey)}
+        )
+        experts_choices.use(
+            {key: choice_runs(rows) for key, rows in self.choices.items() if isinstance(key, ExpertsKey)}
+        )
 
     def runs(self) -> dict[ProductKey, tuple[MeasuredRun, ...]]:
         """Return what `dispatch.use_measured` takes: neighbours of one choice are one run."""
@@ -98,6 +159,12 @@ def runs_of(entries: Mapping[int, Entry]) -> tuple[MeasuredRun, ...]:
         first = max((each for each in ROWS if each < rows), default=0) + 1
         runs.append(MeasuredRun(first, rows, entries[rows].best))
     return tuple(runs)
+
+
+def choice_runs(entries: Mapping[int, ChoiceEntry]) -> tuple[tuple[int, int, Any], ...]:
+    """Return the runs (first row, last row, choice) of what is not a product, as `runs_of`."""
+    first = {rows: max((each for each in ROWS if each < rows), default=0) + 1 for rows in entries}
+    return tuple((first[rows], rows, entries[rows].best) for rows in sorted(entries))
 
 
 # -- environment -------------------------------------------------------------------------------------------------------
@@ -161,10 +228,15 @@ def save(table: MeasuredTable, folder: Path, environment: Environment) -> Path:
     merged.update(table)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / file_name(environment)
+    text = to_json(merged, environment)
     descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=".json")
-    with os.fdopen(descriptor, "w") as writer:
-        writer.write(to_json(merged, environment))
-    Path(temporary).replace(file)
+    try:
+        with os.fdopen(descriptor, "w") as writer:
+            writer.write(text)
+        Path(temporary).replace(file)
+    except OSError:  # a full disk keeps no half of a table
+        Path(temporary).unlink(missing_ok=True)
+        raise
     return file
 
 
@@ -175,19 +247,32 @@ def to_json(table: MeasuredTable, environment: Environment) -> str:
         for key, entries in sorted(table.entries.items())
     ]
     head = json.dumps({"format": FORMAT, **environment._asdict()})
-    return f'{head[:-1]}, "products": {{\n' + ",\n".join(lines) + "}}\n"
+    text = f'{head[:-1]}, "products": {{\n' + ",\n".join(lines) + "}"
+    for name, kind in CHOICE_KINDS.items():
+        found = [
+            f"{json.dumps(' '.join(map(str, key)))}: "
+            f"{json.dumps([_choice_entry_values(row, entries[row]) for row in sorted(entries)])}"
+            for key, entries in sorted((key, entries) for key, entries in table.choices.items() if type(key) is kind)
+        ]
+        text += f', "{name}": {{\n' + ",\n".join(found) + "}"
+    return text + "}\n"
 
 
 def from_json(text: str) -> tuple[Environment, MeasuredTable]:
-    """Read a table's file. Raises ValueError, KeyError or TypeError where it is none."""
+    """Read a table's file. Raises some Exception where it is none, or has a choice that its kernel does not take."""
     values = json.loads(text)
     if values["format"] != FORMAT:
         raise ValueError(f"format {values['format']}")
     environment = Environment(*(str(values[name]) for name in Environment._fields))
     table = MeasuredTable()
     for name, rows in values["products"].items():
+        table.add_empty([_key(name)])
         for row, *entry in rows:
-            table.put(_key(name), int(row), _entry(entry))
+            table.put(_key(name), _rows(row), _entry(_key(name), row, entry))
+    for kind_name, kind in CHOICE_KINDS.items():
+        for name, rows in values[kind_name].items():
+            key = _choice_key(kind, name)
+            table.choices[key] = {_rows(row): _choice_entry(key, row, *entry) for row, *entry in rows}
     return environment, table
 
 
@@ -196,7 +281,7 @@ def _read(file: Path) -> tuple[Environment, MeasuredTable] | None:
         return from_json(file.read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # whatever is wrong with a file: no start fails for it
         logger.warning("the table of measured kernels %s cannot be read and is not used: %s", file, error)
         return None
 
@@ -217,22 +302,106 @@ def _entry_values(rows: int, entry: Entry) -> list[Any]:
     return [rows, choices[0], times[0], choices[1], times[1], times[2]]
 
 
-def _entry(values: list[Any]) -> Entry:
+def _rows(value: Any) -> int:
+    """A number of rows that is measured. Raises ValueError."""
+    if type(value) is not int or value not in ROWS:
+        raise ValueError(f"a measurement of {value!r} rows")
+    return value
+
+
+def _entry(key: ProductKey, rows: int, values: list[Any]) -> Entry:
     best, best_us, second, second_us, rules_us = values
-    return Entry(_choice(best), float(best_us), _choice(second), float(second_us), float(rules_us))
+    return Entry(_choice(key, rows, best), _us(best_us), _choice(key, rows, second), _us(second_us), _us(rules_us))
+
+
+def _us(value: Any) -> float:
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"a time of {value} us")
+    return float(value)
 
 
 def _choice_values(choice: KernelChoice | None) -> list[Any] | None:
     return None if choice is None else [choice.kernel.name, *(choice.config or ())]
 
 
-def _choice(values: list[Any] | None) -> KernelChoice | None:
+def _choice(key: ProductKey, rows: int, values: list[Any] | None) -> KernelChoice | None:
     if values is None:
         return None
     kernel = Kernel[values[0]]
-    if kernel in WITHOUT_CONFIG:
-        return KernelChoice(kernel, None)
-    config = CONFIGS[kernel](*values[1:])
-    if not all(isinstance(each, (int, bool)) for each in config):
-        raise ValueError(f"configuration {values}")
-    return KernelChoice(kernel, config)
+    config = None if kernel in WITHOUT_CONFIG else _config(CONFIGS[kernel], values[1:])
+    choice = KernelChoice(kernel, config)
+    kernels = {rule.kernel for rule in PRODUCTS[key.operands].get(key.product, ())}
+    if kernel not in kernels or not takes(choice, key.product, rows, key.width, key.columns):
+        raise ValueError(f"{kernel.name} {values[1:]} for {rows} rows of {_key_name(key)}")
+    return choice
+
+
+def _config(kind: Any, values: list[Any]) -> Any:
+    """A configuration whose numbers its kernel takes. Raises ValueError or TypeError."""
+    config = kind(*values)
+    for name, value in config._asdict().items():
+        if name in FLAGS:
+            valid = isinstance(value, bool)
+        elif type(value) is not int:
+            valid = False
+        elif name in POWERS_OF_TWO:
+            valid = 1 <= value <= POWERS_OF_TWO[name] and value & (value - 1) == 0
+        else:
+            least, most = NUMBERS[name]
+            valid = least <= value <= most
+        if not valid:
+            raise ValueError(f"{name} = {value!r} of {values}")
+    return config
+
+
+# -- attention and experts ---------------------------------------------------------------------------------------------
+
+CHOICE_KINDS: dict[str, Any] = {"attention": AttentionKey, "experts": ExpertsKey}
+EXPERT_CONFIGS: dict[str, Any] = {"PAIR": PairConfig, "GROUPED": GroupedConfig}
+
+
+def _choice_entry_values(rows: int, entry: ChoiceEntry) -> list[Any]:
+    times = {case: [round(each, 2) for each in found] for case, found in entry.times.items()}
+    return [rows, _config_values(entry.best), _config_values(entry.second), times]
+
+
+def _choice_key(kind: Any, name: str) -> ChoiceKey:
+    words = name.split(" ")
+    num_names = int(kind is ExpertsKey)  # its format
+    key: ChoiceKey = kind(*words[:num_names], *map(int, words[num_names:]))
+    return key
+
+
+def _choice_entry(key: ChoiceKey, rows: int, best: Any, second: Any, times: Any) -> ChoiceEntry:
+    def read(values: list[Any]) -> Any:
+        return _decode_config(key, rows, values) if isinstance(key, AttentionKey) else _experts_choice(values)
+
+    found = {str(case): CaseTimes(*(_us(each) for each in values)) for case, values in times.items()}
+    return ChoiceEntry(read(best), read(second), found)
+
+
+def _config_values(choice: DecodeConfig | ExpertsChoice) -> list[Any]:
+    if isinstance(choice, DecodeConfig):
+        return list(choice)
+    names = {config: name for name, config in EXPERT_CONFIGS.items()}
+    return [choice.is_grouped, *([names[type(each)], *each] for each in (choice.gate_up, choice.down))]
+
+
+def _decode_config(key: AttentionKey, rows: int, values: list[Any]) -> DecodeConfig:
+    config: DecodeConfig = _config(DecodeConfig, values)
+    tile_bytes = 2 * config.block_tokens * key.head_dim * key.cache_bits // 8
+    whole = key.block_size % config.block_tokens == 0 or config.block_tokens % key.block_size == 0
+    fits = whole and config.block_tokens >= 16 and tile_bytes * config.num_stages <= SHARED_BYTES
+    if not fits and config != decode_rule(rows, key.num_kv_heads, key.head_dim):
+        raise ValueError(f"configuration {values} for {key}")
+    return config
+
+
+def _experts_choice(values: list[Any]) -> ExpertsChoice:
+    is_grouped, *products = values
+    gate_up, down = (_config(EXPERT_CONFIGS[name], numbers) for name, *numbers in products)
+    if not isinstance(is_grouped, bool):
+        raise ValueError(f"grouped = {is_grouped!r}")
+    if is_grouped and PairConfig in (type(gate_up), type(down)):
+        raise ValueError(f"pairs by themselves that are grouped: {values}")
+    return ExpertsChoice(is_grouped, gate_up, down)

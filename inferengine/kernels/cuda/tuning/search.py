@@ -41,6 +41,8 @@ from inferengine.kernels.cuda.dispatch import (
     W8TileConfig,
     rule_candidates,
 )
+from inferengine.kernels.cuda.tuning.choices import SearchBudget
+from inferengine.kernels.cuda.tuning.limits import SHARED_BYTES, takes
 from inferengine.kernels.cuda.tuning.measured_table import ROWS, Entry, MeasuredTable
 
 logger = logging.getLogger(__name__)
@@ -48,11 +50,9 @@ logger = logging.getLogger(__name__)
 
 # -- what is tried -----------------------------------------------------------------------------------------------------
 
-SHARED_BYTES = 220 << 10  # of a multiprocessor, that the stages of a tile may take
 MOST_ACCUMULATORS = 128  # fp32 registers of a thread that hold sums
 MOST_SPLITS = 8
 SPLIT_COLUMNS = 512  # the fewest that are worth a program
-SCRATCH_FLOATS = 8 << 20  # split_k.NUM_FLOATS: partial sums must have room
 LAST_TILED_ROW = 64  # gemm/dense_small_m.py reads the weight once for each of its tiles of rows
 LAST_SPLIT_ROW = 256  # beyond, the tiles of the result fill the device
 
@@ -97,32 +97,6 @@ def preferred(key: ProductKey, rows: int) -> KernelChoice | None:
     """Return what the rules prefer and the kernel takes; None: the library."""
     choices = rule_candidates(key.operands, key.product, rows, key.width, key.columns)
     return next((each for each in choices if takes(each, key.product, rows, key.width, key.columns)), None)
-
-
-def takes(choice: KernelChoice, product: Product, rows: int, width: int, columns: int) -> bool:
-    """Return whether a kernel in this configuration takes a shape, of tensors that are contiguous and aligned. The
-    same as `tma_fits` and `fits` ask of tensors, and room for the partial sums."""
-    gated = product is Product.GATED
-    outputs = width // 2 if gated else width
-    config = choice.config
-    match choice.kernel:
-        case Kernel.GEMV | Kernel.W8_GEMV:
-            return rows == 1
-        case Kernel.TMA_TILE | Kernel.TMA_PARTS:
-            if outputs % config.block_n or columns % 8:
-                return False
-            tiles = -(-rows // config.block_m) * (outputs // config.block_n)
-            floats = config.splits * (
-                rows * width if product is Product.PARTS else tiles * config.block_m * config.block_n
-            )
-            split = config.splits > 1 or product is Product.PARTS
-            return bool(not split or (floats <= SCRATCH_FLOATS and tiles <= 1 << 16))
-        case Kernel.STREAM:
-            whole = width % (config.block_n * (2 if gated else 1)) == 0
-            whole = whole and columns % (config.block_k * config.splits) == 0
-            return bool(whole and rows <= config.block_m)
-        case _:
-            return True
 
 
 def splits_worth_trying(tiles: int, columns: int, *, fewest: int = 1, most: int = 2) -> list[int]:
@@ -278,16 +252,25 @@ def search(
     clock: Callable[[], float],
     budget_s: float,
     max_rows: int,
-    progress: Callable[[float], None] = lambda share: None,
 ) -> MeasuredTable:
     """Measure products, in order, until all is measured or `budget_s` is spent. `clock` returns seconds."""
-    table, begin = MeasuredTable(), clock()
+    table = MeasuredTable()
+    for _ in search_products(products, timer, SearchBudget(clock, budget_s), max_rows, table):
+        pass
+    return table
+
+
+def search_products(
+    products: Sequence[TunedProduct], timer: Timer, budget: SearchBudget, max_rows: int, table: MeasuredTable
+) -> Iterator[None]:
+    """Measure products, in order, until all is measured or the budget is spent. Each step of the iterator is a stage,
+    whose results are in the table then."""
     ranked: dict[tuple[TunedProduct, int], list[Plan]] = {}
-    stage_s = 0.0  # of the latest
+    stage_s = budget.first_stage_s  # of the latest
     for stage in STAGES:
-        stage_begin = clock()
-        if stage_begin - begin + stage_s > budget_s:
-            break
+        begin = budget.clock()
+        if stage_s > budget.left():
+            return
         work = [
             (product, rows, plan)
             for rows in stage
@@ -299,10 +282,10 @@ def search(
         for rows in stage:
             for product in products:
                 tried = [plan for each, count, plan in work if each is product and count == rows]
-                if tried and (clock() - begin < budget_s or stage == STAGES[0]):
+                if tried and (budget.left() > 0 or stage == STAGES[0]):
                     ranked[product, rows] = _measure(product, rows, tried, timer, table)
-        stage_s = clock() - stage_begin
-        progress(min(1.0, (clock() - begin) / budget_s))
+        stage_s = budget.clock() - begin
+        yield
     others = [rows for rows in _by_importance() if rows not in sum(STAGES, ())]
     work = [
         (product, rows, plan)
@@ -311,15 +294,39 @@ def search(
         if _reaches(product, rows, max_rows)
         for plan in _taken_over(product, rows, ranked)
     ]
-    if work and clock() - begin < budget_s:
+    if work and budget.left() > 0:
         timer.compile(work)
     for rows in others:
         for product in products:
             tried = [plan for each, count, plan in work if each is product and count == rows]
-            if tried and clock() - begin < budget_s:
+            if tried and budget.left() > 0:
                 _measure(product, rows, tried, timer, table)
-        progress(min(1.0, (clock() - begin) / budget_s))
-    return table
+        yield
+
+
+def take_turns(
+    searches: Sequence[Iterator[None]], budget: SearchBudget, progress: Callable[[float], None]
+) -> list[bool]:
+    """Run searches, a stage of each in turn, and return which of them came to their end. One that fails is dropped, and
+    what it found before stays. One whose first stage had no time did not come to its end."""
+    finished = [False] * len(searches)
+    has_begun = [False] * len(searches)
+    left = list(range(len(searches)))
+    while left:
+        for index in tuple(left):
+            begin = budget.clock()
+            try:
+                next(searches[index])
+                has_begun[index] = True
+                budget.first_stage_s = budget.first_stage_s or budget.clock() - begin
+            except StopIteration:
+                finished[index] = has_begun[index]
+                left.remove(index)
+            except Exception:  # the rules choose well enough to serve
+                logger.warning("some kernels could not be measured; they are chosen by rules", exc_info=True)
+                left.remove(index)
+            progress(min(1.0, budget.spent() / budget.seconds))
+    return finished
 
 
 def _reaches(product: TunedProduct, rows: int, max_rows: int) -> bool:
