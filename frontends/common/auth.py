@@ -220,7 +220,7 @@ def read_keys(path: str, clock: Callable[[], float] = time.monotonic) -> KeyRing
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(CONFIG_KEY, f"cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also of bytes, and of numbers with too many digits
         raise ConfigError(CONFIG_KEY, f"is not valid TOML: {error}") from None
     entries = document.get("key", [])
     if set(document) - {"key"} or not isinstance(entries, list) or not entries:

@@ -140,6 +140,12 @@ def rename_field(error: InferEngineError, names: Mapping[str, str]) -> None:
         error.message = re.sub(rf"(?<![\w.]){re.escape(field)}(?!\w)", error.field, error.message)
 
 
+def name_default(error: InferEngineError, field: str, default: int) -> None:
+    """Say in an error about a field that the request left it out, and what it then is."""
+    if error.field == field:
+        error.message = bounded(f"{error.message} The request does not say it: {default} is the default here.")
+
+
 def as_unprocessable(error: InvalidRequest) -> InferEngineError:
     """Return the error for dialects that answer 422 to a field of the wrong type or range."""
     if error.code != "invalid_request":

@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import http
 import ipaddress
 import logging
@@ -46,7 +47,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from frontends.common.errors import early_refusal
 from inferengine.errors import InferEngineError
@@ -55,6 +56,9 @@ from inferengine.process.workers import WorkerCells
 
 logger = logging.getLogger(__name__)
 
+# Of the garbage collector. Tokens make short-lived objects: the default would collect 30 times as often. What waits for
+# the collector is at most three times the first number of objects, not ten times as with the default of the second.
+GC_THRESHOLDS = (20_000, 2, 4)
 SPARE = 64  # open files kept for the engine's sockets, reloaded files and reconnects; fewer under a low limit
 PROBES = 16  # connections above the limit
 LOOPBACK, UNIX = "this machine", "unix socket"  # origins
@@ -67,6 +71,16 @@ COMPLAIN_EVERY_S = 60.0
 REASONS = ("header_timeout", "body_timeout", "idle_timeout", "no_room", "address", "displaced", "host")
 # header_timeout, body_timeout, idle_timeout: closed at a time limit. displaced: closed for a newer connection.
 # no_room, address: admitted as a probe and refused. host: a request for a host name that is not accepted.
+
+
+def collect_garbage_rarely() -> None:
+    """Set the garbage collector for a server. Call it when everything that stays has been loaded.
+
+    The objects of connections and requests are no cycles, so that the collector has little to find."""
+    gc.collect()
+    gc.freeze()  # what was loaded stays: no need to look through it again
+    gc.collect()  # the next full one waits until a quarter of what this one leaves has been added
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def raise_file_limit() -> int:
@@ -489,6 +503,8 @@ NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 NO_ROOM_WAIT_S = 1.0
 TICK_S = 0.1  # uvicorn's
 TICKS_PER_SWEEP = 10
+MOST_BEHIND = 8  # requests behind the one that is answered, beyond which nothing is read from a connection
+OFFER = (b"upgrade", b"http2-settings")  # headers of an offer to speak another protocol
 PROBE_PATHS = frozenset({"/health", "/ready", "/ping", "/load", "/metrics"})  # what monitoring requests
 
 
@@ -609,6 +625,10 @@ class HttpProtocol(HttpToolsProtocol):
     connection: TrackedConnection
     tracker: ConnectionTracker
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._unanswered: list[RequestResponseCycle] = []  # in the order of their requests
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Record the transport. A connection admitted as a probe gets ProbesOnly."""
         super().connection_made(transport)
@@ -618,9 +638,79 @@ class HttpProtocol(HttpToolsProtocol):
         self.tracker.made(self.connection, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop tracking the connection."""
+        """Stop tracking the connection, and tell every request that its client has gone. uvicorn tells the last one
+        alone: of two that came at once the first, which is being answered, would go on for nobody."""
         self.tracker.lost(self.connection)
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
+        self.release()
+
+    def handle_websocket_upgrade(self) -> None:
+        """Give the connection to the websocket protocol; not behind a request whose answer it would write into."""
+        if self._unanswered:
+            self.transport.close()
+        else:
+            super().handle_websocket_upgrade()
+
+    def release(self) -> None:
+        """Drop everything that refers back to this protocol: HTTP is over on this connection.
+
+        Without this each connection would be a cycle of some 20 objects and 4 KiB, which only the garbage collector
+        frees, and after a reset the timer of uvicorn's keep-alive would hold it for that time. The collector runs
+        rarely here: a storm of connections would stay in memory."""
+        self._unset_keepalive_if_required()
+        self.connection.answer = None
+        self.connection.close = None
+        self.parser = None  # type: ignore[assignment]  # uvicorn does so too
+        self.cycle = None  # type: ignore[assignment]  # its task, if it still runs, has its own reference
+        self.pipeline.clear()  # uvicorn starts nothing more on a closed connection
+        self._unanswered.clear()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come. An offer to speak another protocol than websockets (Java's client offers HTTP/2 with its
+        first request) is not taken: the request is parsed again without it, because the parser drops its body."""
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    if not self._is_declined:
+                        self.handle_upgrade()
+                        return
+                    data = self._head_without_offer() + data[upgrade.args[0] :]
+                    self.parser = httptools.HttpRequestParser(self)  # the old one takes nothing behind "close"
+                    with contextlib.suppress(AttributeError):  # of httptools before 0.6.3; as uvicorn sets it
+                        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def handle_upgrade(self) -> None:
+        """Give the connection to the websocket protocol, or end it where there is none, as for CONNECT."""
+        if self._should_upgrade():
+            self.handle_websocket_upgrade()
+        else:
+            self.transport.close()
+
+    @property
+    def _is_declined(self) -> bool:
+        """Whether the head that was just read offers a protocol that this server does not speak."""
+        offers = any(name == b"upgrade" for name, _ in self.headers)
+        return offers and self.parser.get_method() != b"CONNECT" and not self._should_upgrade()
+
+    def _head_without_offer(self) -> bytes:
+        """The head that was just read, without the offer of another protocol."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b", ".join(word for word in value.split(b",") if word.strip().lower() not in OFFER)
+            if name not in OFFER:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         """Record that the head of a request is being received."""
@@ -629,11 +719,18 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Count the request, and record that its body is being received."""
+        if self.parser.should_upgrade() and self._is_declined:
+            return  # it comes again
         connection = self.connection
         connection.phase = BODY
         connection.num_waiting += 1
         connection.num_requests += 1
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:
+            self._unanswered.append(self.cycle)
+        if 0 < len(self.pipeline) <= MOST_BEHIND:  # uvicorn has stopped to read, and would not see the client leave
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """Count the bytes received of the body."""
@@ -642,12 +739,16 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Record that the request has been received in full."""
+        if self.parser.should_upgrade() and self._is_declined:
+            return
         self.connection.phase = IDLE
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Count one request fewer that waits for its answer."""
         self.connection.num_waiting -= 1
+        if self._unanswered:  # empty where the connection has ended
+            del self._unanswered[0]
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import re
 import secrets
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -116,7 +117,7 @@ class LoggedStream:
     """A choice's tokens from its log, which other readers may share."""
 
     def __init__(self, submission: LoggedSubmission, choice: int, cursor: int) -> None:
-        self._submission = submission
+        self._submission: LoggedSubmission = weakref.proxy(submission)  # which has this stream, and outlives it
         self._choice = choice
         self._cursor = cursor
         self._view: LogView | None = None

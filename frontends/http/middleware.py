@@ -163,8 +163,9 @@ class RequestMiddleware:
             if span is not None:
                 end_request(span, scope, status)
             self._log(scope, status, seconds)
-            # The server keeps the scope as long as the connection, and in a cycle.
+            # The server keeps the scope as long as the connection.
             scope.pop("document", None)
+            scope.pop("plain_send", None)  # it refers to the server's object that has the scope
             if len(scope.pop("body", b"")) >= LARGE:
                 self._after_large_body()
 

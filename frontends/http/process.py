@@ -6,7 +6,6 @@ A worker runs uvicorn on sockets that are open already, until a signal; then str
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -21,7 +20,7 @@ import uvicorn
 from sse_starlette.sse import AppStatus
 
 from frontends.common.auth import KeyRing, Quotas, check_protection, read_keys, read_names, tls_files
-from frontends.common.server import ConnectionLimits, Server, raise_file_limit
+from frontends.common.server import ConnectionLimits, Server, collect_garbage_rarely, raise_file_limit
 from frontends.http.app import make_app, make_metrics, make_quotas, make_service
 from frontends.http.openai.response_store import make_database, remove_database
 from frontends.http.state import HttpState
@@ -38,7 +37,6 @@ from inferengine.process.workers import SignsOfLife, Workers
 logger = logging.getLogger(__name__)
 
 TURN_S = 0.25
-GC_THRESHOLD = 20_000  # a stream makes short-lived objects for each token: the default looks at them 30 times as often
 GRACE_S = 2.0  # for the last events to leave after the drain's end
 KEEP_ALIVE_S = 24 * 3600  # of uvicorn: `ConnectionTracker` closes the idle ones sooner, and counts them
 
@@ -117,9 +115,7 @@ async def _serve(
     serving = asyncio.create_task(server.serve(sockets=sockets))
     parent = os.getppid()
     drain_until: float | None = None
-    gc.collect()
-    gc.freeze()  # what was loaded stays: no need to look through it again
-    gc.set_threshold(GC_THRESHOLD)
+    collect_garbage_rarely()
     while not serving.done():
         now = time.monotonic()
         if server.started:

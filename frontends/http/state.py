@@ -183,7 +183,7 @@ class RunningCall:
     def __init__(self, generation: Submitted, receive: Receive, timeout_s: float) -> None:
         self.client_gone = False
         self._generation = generation
-        self._watch = asyncio.create_task(self._listen(receive))
+        self._watch: asyncio.Task[None] | None = asyncio.create_task(self._listen(receive))
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._too_late)
 
     def end(self, error: InferEngineError) -> None:
@@ -193,7 +193,9 @@ class RunningCall:
     def close(self) -> None:
         """Stop watching the client and the deadline, and cancel what has not finished."""
         self._timer.cancel()
-        self._watch.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None  # a cancelled task keeps its error, and with it the frame that has this object
         self._generation.cancel()
 
     async def _listen(self, receive: Receive) -> None:

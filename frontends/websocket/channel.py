@@ -174,6 +174,7 @@ class FramesProtocol(WebSocketsSansIOProtocol):
         before = transport.get_protocol()
         assert isinstance(before, HttpProtocol)
         self._connections, self._connection = before.tracker, before.connection
+        before.release()
         if self._connection.is_probe:
             self.app: Any = ProbesOnly(self.app)
 
@@ -181,6 +182,7 @@ class FramesProtocol(WebSocketsSansIOProtocol):
         """Remove the connection from the counted ones."""
         self._connections.lost(self._connection)
         super().connection_lost(exc)
+        self.conn.parser.close()  # a generator that refers to `conn`, which refers to it
 
     async def send(self, message: Any) -> None:
         """Send an ASGI event. FRAMES returns at once unless the transport's buffer is full."""

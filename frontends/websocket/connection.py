@@ -23,6 +23,7 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -87,7 +88,7 @@ class SocketConnection:
         self._services, self._engine_state = services, engine_state
         self._max_requests = config.ws.max_requests
         self._channel = SendChannel(
-            self._write,
+            partial(_write, send),  # no method of this object, which has the channel: that would be a cycle
             codec,
             max_window=config.ws.send_queue_messages,
             stall_limit_s=config.wire.stall_limit_s,
@@ -195,11 +196,14 @@ class SocketConnection:
         if failure is None:
             return
         request.before_last_frame()
+        failure.__traceback__ = None  # it has this frame, which has the error
         try:
             await self._error(request.frame.id, failure)
             if failure.code == "client_stalled":
                 await self._channel.flushed()
-                await self._send({"type": "websocket.close", "code": CLOSE_STALLED, "reason": failure.message})
+                await _send(
+                    self._asgi_send, {"type": "websocket.close", "code": CLOSE_STALLED, "reason": failure.message}
+                )
         except SocketGone:
             return
 
@@ -223,16 +227,6 @@ class SocketConnection:
     async def _error(self, name: str | None, error: InferEngineError) -> None:
         await self._channel.send({"type": "error", "id": name, "error": error_frame(error)})
 
-    async def _write(self, frames: bytes) -> None:
-        await self._send({"type": FRAMES, "body": frames})
-
-    async def _send(self, message: MutableMapping[str, Any]) -> None:
-        """Send an ASGI message, waiting while the transport is full. Raises SocketGone."""
-        try:
-            await self._asgi_send(message)
-        except (OSError, RuntimeError):  # uvicorn's: after a loss, and after a close
-            raise SocketGone from None
-
     # -- tasks -------------------------------------------------------------------------------------------------------
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
@@ -243,9 +237,23 @@ class SocketConnection:
 
     async def _end_tasks(self) -> None:
         tasks = list(self._tasks)
+        self._stats = None  # a cancelled task keeps its error, and with it the frame that has this object
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _write(send: Send, frames: bytes) -> None:
+    """Write whole websocket frames. Raises SocketGone."""
+    await _send(send, {"type": FRAMES, "body": frames})
+
+
+async def _send(send: Send, message: MutableMapping[str, Any]) -> None:
+    """Send an ASGI message, waiting while the transport is full. Raises SocketGone."""
+    try:
+        await send(message)
+    except (OSError, RuntimeError):  # uvicorn's: after a loss, and after a close
+        raise SocketGone from None
 
 
 def error_frame(error: InferEngineError) -> dict[str, Any]:

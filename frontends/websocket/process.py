@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ from collections.abc import Callable, Sequence
 import uvicorn
 
 from frontends.common.auth import check_protection, read_names, tls_files
-from frontends.common.server import ConnectionLimits, Server, raise_file_limit
+from frontends.common.server import ConnectionLimits, Server, collect_garbage_rarely, raise_file_limit
 from frontends.websocket.app import SharedState, WebsocketFrontEnd, make_shared
 from frontends.websocket.channel import FramesProtocol
 from inferengine.config import Config
@@ -37,7 +36,6 @@ logger = logging.getLogger(__name__)
 PING_INTERVAL_S = 20.0  # a peer that answers no ping for PING_TIMEOUT_S is gone
 PING_TIMEOUT_S = 20.0
 BACKLOG = 1024
-GC_THRESHOLD = 20_000  # tokens make short-lived objects: the default would collect 30 times as often
 STOP_TIMEOUT_S = 3
 KEEP_ALIVE_S = 24 * 3600  # of uvicorn: `ConnectionTracker` closes the idle ones sooner, and counts them
 _START_POLL_S = 0.02
@@ -158,9 +156,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):  # after uvicorn has set its own handlers, which drain nothing
         loop.add_signal_handler(number, signals.on_signal)
-    gc.collect()
-    gc.freeze()  # what was loaded stays: no need to look through it again
-    gc.set_threshold(GC_THRESHOLD)
+    collect_garbage_rarely()
     alive = asyncio.create_task(_watch_process(front_end, signals, on_turn, parent))
     stopping = asyncio.create_task(signals.wait())
     await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)

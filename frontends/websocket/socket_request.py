@@ -120,6 +120,7 @@ class ChoiceWriter:
                         self._write()
         finally:
             self._done = True
+            self._waiter = self._failure = None  # both may have an error, and with it the frames that have this object
         return self._last
 
     def _on_news(self) -> None:
@@ -308,15 +309,15 @@ class SocketRequest:
         caller, tracing = self._caller, self._services.tracing
         if tracing is not None:
             self._span = RequestSpan(tracing, self.frame, caller.path, caller.address, caller.traceparent)
-        failure: BaseException | None = None
+        if self._span is None:
+            await self._run()
+            return
         try:
             await self._run()
         except BaseException as error:
-            failure = error
+            self._span.end(error)
             raise
-        finally:
-            if self._span is not None:
-                self._span.end(failure)
+        self._span.end(None)
 
     async def _run(self) -> None:
         if isinstance(self.frame, ResumeFrame):

@@ -537,7 +537,11 @@ class Submission:
 
     async def accepted(self) -> Accept:
         """Wait for the engine's ACCEPT. Raises InferEngineError when the request was refused."""
-        accept = await _wait_for(self._request.accepted)
+        try:
+            accept = await _wait_for(self._request.accepted)
+        except InferEngineError:
+            self._drop_first()  # nobody reads the end of what was refused
+            raise
         known = len(self.streams)  # an attached request may have more choices than the caller knew
         self.streams += [Stream(self._client, collector) for collector in self._request.collectors[known:]]
         return accept
@@ -565,6 +569,7 @@ class Submission:
         """Stop reading: its streams end here at once, and the engine cancels it unless another peer reads it."""
         self._client.leave_request(self._request)
         self._request.end(InferEngineError("cancelled", "Nobody reads this request here any more."))
+        self._drop_first()
         self._client.send()
 
     @property
@@ -587,6 +592,10 @@ class Submission:
     def on_first(self, callback: Callable[[Delta], None]) -> None:
         """Call `callback` once, with the first output or the end that the reader of the first choice takes."""
         self.streams[0]._on_first = callback
+
+    def _drop_first(self) -> None:
+        """Forget the callback of `on_first`. A pool's refers to this object, which would be a cycle."""
+        self.streams[0]._on_first = None
 
     def _use(self, client: AsyncClient) -> None:
         self._client = client

@@ -409,11 +409,9 @@ def session_key(session: str, tenant: str = "") -> int | None:
     """Return a 64-bit hash of a tenant's session name; None if the name is empty."""
     if not session:
         return None
-    name = tenant.encode()
-    named = (
-        len(name).to_bytes(4, "little") + name + session.encode("utf-8", "surrogatepass")
-    )  # JSON may hold lone surrogates
-    return _hash64(b"session" + named)
+    owner = tenant.encode()
+    name = session.encode("utf-8", "surrogatepass")  # JSON may hold lone surrogates
+    return _hash64(b"session" + len(owner).to_bytes(4, "little") + owner + name)
 
 
 def prefix_key(prompt: Sequence[int] | str, salt: bytes, num_tokens: int = AFFINITY_TOKENS) -> int:

@@ -16,6 +16,7 @@ knows how its reader waits; `on_output` and `on_done` are called once and then f
 from __future__ import annotations
 
 import secrets
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
@@ -140,6 +141,7 @@ class OutputCollector:
         "_logprobs",
         "_parts",
         "_prompt_logprobs",
+        "_request",
         "_taken",
         "cancelled",
         "found_stop",
@@ -149,7 +151,6 @@ class OutputCollector:
         "num_characters",
         "num_tokens",
         "on_output",
-        "request",
         "stream",
         "token_ids",
     )
@@ -165,13 +166,22 @@ class OutputCollector:
         self.has_prompt_logprobs = False
         self.cancelled = False
         self.found_stop: tuple[int, str] | None = None  # cancelled for a stop string: (tokens up to it, the string)
-        self.request: OpenRequest | None = None
+        self._request: weakref.ref[OpenRequest] | None = None
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprobs] | None = None
         self._prompt_logprobs: list[TokenLogprobs] | None = None
         self._embedding: bytes | None = None
         self._finish: Finish | None = None
         self._taken = False
+
+    @property
+    def request(self) -> OpenRequest | None:
+        """Its request, as long as a session or a reader has that. Weak, because the request has its collectors."""
+        return None if self._request is None else self._request()
+
+    @request.setter
+    def request(self, request: OpenRequest) -> None:
+        self._request = weakref.ref(request)
 
     @property
     def finished(self) -> bool:
@@ -296,6 +306,7 @@ class OpenRequest:
     """
 
     __slots__ = (
+        "__weakref__",
         "accepted",
         "collectors",
         "deadline_s",
@@ -871,6 +882,8 @@ class OpenRequests:
         if self._requests.get(request.id) is request:
             del self._requests[request.id]
         self._lost.pop(request.id, None)
+        if request.finished:
+            request.failover = None  # it refers to the request
         return self._ignore_streams(request)
 
     def _ignore_streams(self, request: OpenRequest) -> list[int]:

@@ -605,35 +605,36 @@ _SWAP = sys.byteorder == "big"
 
 def to_u32(values: Iterable[int]) -> bytes:
     """Little-endian unsigned 32-bit. Raises OverflowError or TypeError for what does not fit."""
-    packed = values if isinstance(values, array) and values.typecode == "I" else array("I", values)
-    if _SWAP:
-        packed = array("I", packed)
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def to_u64(values: Iterable[int]) -> bytes:
-    """Little-endian unsigned 64-bit. Raises OverflowError or TypeError for what does not fit."""
-    packed = array("Q", values)
-    if _SWAP:
-        packed.byteswap()
-    return packed.tobytes()
-
-
-def from_u64(data: bytes) -> array[int]:
-    """The inverse of `to_u64`. Raises ValueError for a length that is no multiple of 8."""
-    values = array("Q")
-    values.frombytes(data)
-    if _SWAP:
-        values.byteswap()
-    return values
+    return _packed("I", values)
 
 
 def from_u32(data: bytes, field: str = "tokens") -> array[int]:
     """The inverse of `to_u32`."""
     if len(data) % 4:
         raise WireError(f"{field}: a u32[] has a length that is a multiple of 4, not {len(data)}", field=field)
-    values = array("I")
+    return _unpacked("I", data)
+
+
+def to_u64(values: Iterable[int]) -> bytes:
+    """Little-endian unsigned 64-bit. Raises OverflowError or TypeError for what does not fit."""
+    return _packed("Q", values)
+
+
+def from_u64(data: bytes) -> array[int]:
+    """The inverse of `to_u64`. Raises ValueError for a length that is no multiple of 8."""
+    return _unpacked("Q", data)
+
+
+def _packed(code: str, values: Iterable[int]) -> bytes:
+    packed = values if isinstance(values, array) and values.typecode == code else array(code, values)
+    if _SWAP:
+        packed = array(code, packed)
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _unpacked(code: str, data: bytes) -> array[int]:
+    values = array(code)
     values.frombytes(data)
     if _SWAP:
         values.byteswap()

@@ -262,7 +262,23 @@ class BatchRunner:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         head = dumps({"id": request_id, "custom_id": line.custom_id, "error": None})[:-1]
         answer = dumps({"status_code": status, "request_id": request_id})[:-1] + b',"body":' + body + b"}"
-        await self._store.end_line(batch.id, line.place, head + b',"response":' + answer + b"}", failed=status != 200)
+        await self._keep(batch, line, head + b',"response":' + answer + b"}", failed=status != 200)
+
+    async def _keep(self, batch: OpenBatch, line: Line, result: bytes, *, failed: bool) -> None:
+        """Write a result, as soon as the disk takes it: the engine is not asked again, however long that is."""
+        wait_s = FIRST_WAIT_S
+        while True:
+            try:
+                await self._store.end_line(batch.id, line.place, result, failed=failed)
+                return
+            except InferEngineError as error:
+                if error.code != "overloaded":
+                    raise
+                if wait_s == FIRST_WAIT_S:
+                    fields = {"batch": batch.id, "error": error.message}
+                    logger.warning("a result of a batch waits to be written", extra={"fields": fields})
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     async def _answer(self, batch: OpenBatch, line: Line, request_id: str) -> tuple[int, bytes, str]:
         """Status and body of the route's answer to a line, and the error's code."""

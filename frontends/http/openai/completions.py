@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from frontends.common.auth import tenant_of
 from frontends.common.chat import ChatPrompt, OutputParser, SpecialTokens, finish_reason, read_chat_prompt
-from frontends.common.errors import error_object, rename_field
+from frontends.common.errors import error_object, name_default, rename_field
 from frontends.common.generation import (
     CONTEXT_TOKENS,
     Choice,
@@ -37,6 +37,7 @@ from frontends.common.generation import (
 from frontends.common.json import DONE, dumps, event, read_fields, read_flag, read_token_ids
 from frontends.common.model import ServedModel
 from frontends.http.bodies import (
+    COMPLETION_MAX_TOKENS,
     ChatFields,
     CompletionFields,
     ExtraFields,
@@ -100,20 +101,20 @@ async def completions(request: Request) -> Response:
     num_choices = len(prompts) * params.n
     reply = answer_metadata(f"cmpl-{label}", body, served, streaming, extras, logprobs, prompt_logprobs)
     generation = Generation(service.engines_for(request, served), served.tokenizer, prompts, params, options)
-    return await answer(
-        service,
-        request,
-        generation,
-        CompletionFormat(
-            reply,
-            texts,
-            len(prompts),
-            num_choices,
-            prompt_only=prompt_only,
-            skip_special_tokens=params.skip_special_tokens,
-        ),
-        stream=streaming.stream,
+    format = CompletionFormat(
+        reply,
+        texts,
+        len(prompts),
+        num_choices,
+        prompt_only=prompt_only,
+        skip_special_tokens=params.skip_special_tokens,
     )
+    try:
+        return await answer(service, request, generation, format, stream=streaming.stream)
+    except InferEngineError as error:
+        if body.get("max_tokens") is None:
+            name_default(error, "max_tokens", COMPLETION_MAX_TOKENS)
+        raise
 
 
 async def read_prompts(

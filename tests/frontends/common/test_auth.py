@@ -64,6 +64,8 @@ def test_a_key_that_is_not_listed_opens_nothing(tmp_path: Path, presented: str |
         ("[[key]]\nname = 'a'\nsha256 = '" + "0" * 64 + "'\nlimit = 3", "no field 'limit'"),
         ("[[key]]\nname = 'a'\nsha256 = '" + "0" * 64 + "'\nmodels = [1]", "models has the wrong type"),
         ("[[key", "not valid TOML"),
+        ("key = " + "[" * 10_000, "not valid TOML"),
+        ("key = " + "9" * 10_000, "not valid TOML"),
     ],
 )
 def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, text: str, complaint: str) -> None:

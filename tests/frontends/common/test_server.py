@@ -23,8 +23,8 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(listener: socket.socket) -> AsyncIterator[Server]:
-    config = uvicorn.Config(application, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)
+async def serving(listener: socket.socket, app: Any = application) -> AsyncIterator[Server]:
+    config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)
     server = Server(config)
     task = asyncio.create_task(server._serve([listener]))
     while not server.started:
@@ -78,3 +78,53 @@ def test_a_process_without_room_for_another_file_accepts_again_when_there_is(mon
     answer, num_refused = asyncio.run(run())
     assert answer.startswith(b"HTTP/1.1 204")
     assert num_refused == 1
+
+
+# -- offers of other protocols -----------------------------------------------------------------------------------------
+
+OFFER = (
+    b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+    b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\n\r\nits body."
+)
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the body, and the names of the headers."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
+    body += b" " + b" ".join(name for name, _ in scope["headers"])
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def exchange(*parts: bytes, end: bytes) -> bytes:
+    """Send these one after the other on one connection, and return what comes up to and with `end`."""
+
+    async def run() -> bytes:
+        listener = socket.create_server(("127.0.0.1", 0))
+        async with serving(listener, echo):
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+            for part in parts:
+                writer.write(part)
+                await asyncio.sleep(0.02)
+            answer = await asyncio.wait_for(reader.readuntil(end), 10.0)
+            writer.close()
+            return answer
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("split", [len(OFFER), len(OFFER) - 9, len(OFFER) - 4, 40])
+def test_a_request_that_offers_http_2_keeps_its_body(split: int) -> None:
+    """Java's client makes this offer with its first request."""
+    whole = b"its body. host content-length"
+    assert exchange(OFFER[:split], OFFER[split:], end=whole).startswith(b"HTTP/1.1 200")
+
+
+def test_an_offer_leaves_the_connection_and_its_other_words_alone() -> None:
+    last = OFFER.replace(b"HTTP2-Settings\r\n", b"close\r\n").replace(b"its body.", b"last one.")
+    answers = exchange(OFFER, OFFER + last, end=b"last one. host content-length connection")
+    assert answers.count(b"HTTP/1.1 200") == 3
+    assert b"upgrade" not in answers

@@ -11,6 +11,8 @@ import pytest
 import uvicorn
 from packaging.requirements import Requirement
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.server import ServerProtocol
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 CALLBACKS = ("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete")
@@ -36,9 +38,25 @@ def test_the_protocol_is_made_of_config_server_state_and_lifespan_state() -> Non
     assert "self.url" in inspect.getsource(HttpToolsProtocol.on_message_begin)
 
 
+def test_the_protocol_has_what_is_dropped_when_its_connection_has_ended() -> None:
+    source = inspect.getsource(HttpToolsProtocol.__init__)
+    assert all(f"self.{name}" in source for name in ("parser", "cycle", "pipeline"))
+    assert inspect.isfunction(HttpToolsProtocol._unset_keepalive_if_required)
+    assert "self.conn = ServerProtocol(" in inspect.getsource(WebSocketsSansIOProtocol.__init__)
+    assert inspect.isgenerator(ServerProtocol().parser)
+
+
+def test_the_protocol_has_what_its_handling_of_upgrades_uses() -> None:
+    names = ("_should_upgrade", "handle_websocket_upgrade", "data_received")
+    assert all(inspect.isfunction(getattr(HttpToolsProtocol, name)) for name in names)
+    assert "self.parser = httptools.HttpRequestParser(self)" in inspect.getsource(HttpToolsProtocol.__init__)
+
+
 def test_an_answer_knows_whether_it_has_begun_and_ended() -> None:
     source = inspect.getsource(RequestResponseCycle.__init__)
     assert "self.response_started" in source
+    assert "self.disconnected" in source
+    assert "self.message_event" in source
     assert "self.response_complete" in source
 
 

@@ -285,6 +285,15 @@ def test_another_method_is_told_which_one_there_is(served: House) -> None:
     assert "use POST" in response.json()["error"]["message"]
 
 
+def test_a_default_that_does_not_fit_is_not_told_as_if_the_client_had_asked_for_it(served: House) -> None:
+    message = "max_tokens may be at most 5; got 16."
+    refusal = Reject(None, None, "context_length_exceeded", message, "max_tokens")
+    served.script = lambda submit, choice: Script(refusal=refusal)
+    left_out = served.post(COMPLETIONS, prompt="x").json()["error"]["message"]
+    assert left_out.endswith(f"{message} The request does not say it: 16 is the default here.")
+    assert served.post(COMPLETIONS, prompt="x", max_tokens=16).json()["error"]["message"].endswith(message)
+
+
 def test_too_long_a_conversation_is_refused_under_the_name_that_it_came_by(served: House) -> None:
     refusal = Reject(None, None, "context_length_exceeded", "The prompt is too long.", "prompt")
     served.script = lambda submit, choice: Script(refusal=refusal)

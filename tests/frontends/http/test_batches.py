@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from frontends.common.auth import entry, new_key
 from frontends.http.openai import batch_runner, batch_store
+from frontends.http.openai.batch_store import BatchStore
 from frontends.http.openapi import ANSWERS
 from inferengine.wire.messages import Submit
 from tests.frontends.http.builders import House, house, ids, says, wait_until
@@ -175,6 +177,23 @@ def test_a_refusal_of_the_moment_is_no_result(served: House) -> None:
     served.script = script
     done = ended(served, begin(served, line("a"))["id"])
     assert (done["request_counts"]["completed"], len(asked)) == (1, 3)
+
+
+def test_results_wait_for_room_on_a_full_disk(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, failures = BatchStore._end_line, 25  # more than MAX_STARTS
+
+    def is_full(self: BatchStore, *arguments: Any) -> bool:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise sqlite3.OperationalError("database or disk is full")
+        return write(self, *arguments)
+
+    monkeypatch.setattr(BatchStore, "_end_line", is_full)
+    monkeypatch.setattr(batch_runner, "LONGEST_WAIT_S", 0.02)
+    done = ended(served, begin(served, line("one"), line("two"))["id"])
+    assert done["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+    assert len(served.engine.submits) == 2, "the engine was asked again"
 
 
 def test_cancelling_keeps_what_was_answered_and_ends_every_line_once(served: House) -> None:

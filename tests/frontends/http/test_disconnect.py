@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 
 import pytest
 
@@ -41,6 +42,18 @@ def test_the_request_is_cancelled(served: House, script: Script, stream: bool, r
         wait_until(lambda: served.engine.submits[0].id in served.engine.cancelled)
         wait_until(lambda: served.front.service.num_calls == 0)
         assert served.engine.num_running == 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["document", "stream"])
+def test_a_request_with_another_behind_it_is_cancelled(served: House, stream: bool) -> None:
+    served.script = lambda submit, choice: Script(ids(LONG), stop_after=5)
+    with open_request(served.front.port, "/v1/completions", prompt="say", stream=stream) as connection:
+        wait_until(lambda: served.engine.num_running == 1)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        time.sleep(0.1)  # it is read by itself, long after the first request
+        connection.close()
+        wait_until(lambda: served.engine.cancelled)
+        wait_until(lambda: served.front.service.num_calls == 0)
 
 
 def test_all_choices_are_cancelled(served: House) -> None:
