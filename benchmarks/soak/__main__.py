@@ -1,8 +1,10 @@
-"""Long runs of the service: mixed load under faults for hours (mixed.py), or connecting clients (clients.py).
+"""Long runs of the service: mixed load under faults for hours (mixed.py), connecting clients (clients.py), or storms of
+connections alone (storms.py).
 
     python -m benchmarks.soak --hours 1 [--rate 1.2] [--seed 1] [--device cpu] [--json FILE] [--plots FOLDER]
     python -m benchmarks.soak --hours 1 --faults "kill engine,freeze ws"     only these faults, once each
     python -m benchmarks.soak --judge FOLDER [--json FILE] [--plots FOLDER]  judge a finished run again
+    python -m benchmarks.soak --storms 15 [--json FILE]                      memory after storms of connections
     python -m benchmarks.soak [--cycles 10000] [--idle 1000] [--streams 200] [--json FILE]
 
 The exit code of a mixed run is 1 if no fault explains the outcome of a request, if anything was left in a quiet window,
@@ -17,15 +19,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.soak import clients, mixed, report
+from benchmarks.soak import clients, mixed, report, storms
+from inferengine.bench.environment import write_result
 from inferengine.bench.plots import require_matplotlib
 
 
 def main() -> int:
-    if not any(word.split("=")[0] in ("--hours", "--judge", "-h", "--help") for word in sys.argv[1:]):
+    if not any(word.split("=")[0] in ("--hours", "--judge", "--storms", "-h", "--help") for word in sys.argv[1:]):
         return clients.main()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float)
+    parser.add_argument("--storms", type=int, metavar="N", help="only N storms of each kind")
     parser.add_argument("--rate", type=float, default=1.2, help="requests begun a second")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -40,6 +44,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result here, with figures by the minute")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write SVG files here (needs matplotlib)")
     options = parser.parse_args()
+    if options.storms is not None:
+        mixed.raise_file_limit()
+        found = storms.run(options.storms)
+        if options.json is not None:
+            write_result(options.json, found)
+        return 0
     if options.plots is not None:
         require_matplotlib()
     folder = options.judge or options.folder or Path(tempfile.mkdtemp(prefix="soak-"))

@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -180,55 +181,14 @@ class Faults:
         return {"offset_s": offset}
 
     async def _storm(self) -> dict[str, Any]:
-        """Open STORM connections in a burst: a third resets, a third requests /health, a third sends half a head."""
+        """Open STORM connections in a burst at one of the front ends."""
         port = self._draw.choice((self._service.http_port, self._service.ws_port))
-        served = failed = 0
-
-        async def one(number: int) -> None:
-            nonlocal served, failed
-            try:
-                reader, writer = await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port), 60.0)
-            except (OSError, TimeoutError):
-                failed += 1
-                return
-            try:
-                if number % 3 == 1:
-                    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                    answer = await asyncio.wait_for(reader.read(), 60.0)
-                    served += answer.startswith(b"HTTP/1.1 200")
-                elif number % 3 == 2:
-                    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: loc")
-                    await asyncio.sleep(0.5)
-            except (OSError, TimeoutError):
-                failed += 1
-            finally:
-                if number % 3 == 0:
-                    _reset(writer)
-                writer.close()
-
-        await asyncio.gather(*(one(number) for number in range(STORM)))
-        wanted = len(range(1, STORM, 3))
-        if served < wanted:
-            raise RuntimeError(f"/health answered {served} of {wanted}, {failed} connections failed")
+        await storm(port, STORM)
         return {"port": "http" if port == self._service.http_port else "ws"}
 
     async def _half_open(self) -> dict[str, Any]:
         """Open 100 connections that send half a head and wait. The server must close each."""
-        closed = 0
-
-        async def one(port: int) -> None:
-            nonlocal closed
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /v1/models HTTP/1.1\r\nHo")
-            with contextlib.suppress(OSError, TimeoutError):
-                await asyncio.wait_for(reader.read(), 40.0)
-                closed += 1
-            writer.close()
-
-        ports = [self._service.http_port, self._service.ws_port] * 50
-        await asyncio.gather(*(one(port) for port in ports))
-        if closed < len(ports):
-            raise RuntimeError(f"{len(ports) - closed} of {len(ports)} half heads were never closed")
+        await half_open([self._service.http_port, self._service.ws_port] * 50)
         return {}
 
     async def _hang_up(self) -> dict[str, Any]:
@@ -250,10 +210,63 @@ class Faults:
         return {"in_force_after_s": round(time.monotonic() - began_s, 2)}
 
 
-def _reset(writer: asyncio.StreamWriter) -> None:
-    found = writer.get_extra_info("socket")
+async def storm(port: int, count: int) -> None:
+    """Open so many connections in a burst: a third resets, a third requests /health, a third sends half a head.
+
+    Raises RuntimeError if /health did not answer each request."""
+    served = failed = 0
+
+    async def one(number: int) -> None:
+        nonlocal served, failed
+        try:
+            reader, writer = await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port), 60.0)
+        except (OSError, TimeoutError):
+            failed += 1
+            return
+        try:
+            if number % 3 == 1:
+                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                answer = await asyncio.wait_for(reader.read(), 60.0)
+                served += answer.startswith(b"HTTP/1.1 200")
+            elif number % 3 == 2:
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: loc")
+                await asyncio.sleep(0.5)
+        except (OSError, TimeoutError):
+            failed += 1
+        finally:
+            if number % 3 == 0:
+                reset(writer.transport)
+            writer.close()
+
+    await asyncio.gather(*(one(number) for number in range(count)))
+    wanted = len(range(1, count, 3))
+    if served < wanted:
+        raise RuntimeError(f"/health answered {served} of {wanted}, {failed} connections failed")
+
+
+async def half_open(ports: Sequence[int]) -> None:
+    """Open a connection to each port, send half a head and wait. Raises RuntimeError if the server closed not all."""
+    closed = 0
+
+    async def one(port: int) -> None:
+        nonlocal closed
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHo")
+        with contextlib.suppress(OSError, TimeoutError):
+            await asyncio.wait_for(reader.read(), 40.0)
+            closed += 1
+        writer.close()
+
+    await asyncio.gather(*(one(port) for port in ports))
+    if closed < len(ports):
+        raise RuntimeError(f"{len(ports) - closed} of {len(ports)} half heads were never closed")
+
+
+def reset(transport: asyncio.Transport | asyncio.WriteTransport) -> None:
+    """Close a connection with RST."""
+    found = transport.get_extra_info("socket")
     found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    writer.transport.abort()
+    transport.abort()
 
 
 def _age_s(part: Part) -> float:

@@ -24,6 +24,7 @@ MANNER_WEIGHTS = (6, 1, 2, 3)
 KINDS = {"case": 20, "fresh grammar": 1, "bad": 2, "quota": 0.3, "response": 1}
 BATCH_PAUSE_S = 10.0
 RESPONSE_S = 420.0
+FILL_TOKENS = 1900  # of a prompt that fills the cache; the embedded model's context has 2048
 WORDS = ("queue", "engine", "cache", "block", "token", "stream", "wire", "step", "batch", "grammar", "page", "rank")
 
 
@@ -55,6 +56,12 @@ def soak_cases() -> list[Case]:
     return made
 
 
+def filling_prompts(num_blocks: int, block_size: int, draw: random.Random) -> list[list[int]]:
+    """Return prompts of random tokens that together need more KV blocks than there are."""
+    count = num_blocks // (FILL_TOKENS // block_size) + 1
+    return [[draw.randrange(256, 4000) for _ in range(FILL_TOKENS)] for _ in range(count)]
+
+
 class Load:
     """Makes requests until it is stopped, and records their outcomes."""
 
@@ -72,6 +79,7 @@ class Load:
         self.paused = False
         self.open: set[asyncio.Task[None]] = set()
         self._rate, self._draw = rate, random.Random(seed)
+        self._filling, self._fills = False, random.Random()  # a cache that outlived a front end must not know them
 
     async def make_references(self) -> None:
         """Run each case alone, before any fault, for its reference text."""
@@ -88,6 +96,18 @@ class Load:
             result = await self.asker.ask(case, "read", self.service.keys[0], self._draw)
             assert result.texts is not None
             self.batch_texts[number] = result.texts[0][0]
+
+    def fill_cache(self, num_blocks: int, block_size: int) -> None:
+        """Begin to write every block of the engine's KV cache, unless that goes on or no request may begin now.
+
+        On a CPU the cache's pages become memory when they are first written. The other requests are alike, so that
+        they would take hours to write all of them, and that would look like growth.
+        """
+        if not (self.paused or self._filling):
+            self._filling = True
+            task = asyncio.create_task(self._fill(filling_prompts(num_blocks, block_size, self._fills)))
+            self.open.add(task)
+            task.add_done_callback(self.open.discard)
 
     async def run(self, until_s: float) -> None:
         """Begin requests at random moments until `until_s`."""
@@ -141,6 +161,16 @@ class Load:
         began_s = time.monotonic()
         kind, _, detail = (await bad_request(self.asker, self.service.keys[0], draw)).partition(": ")
         self._short("bad request", kind or "ended", detail, began_s)
+
+    async def _fill(self, prompts: list[list[int]]) -> None:
+        try:
+            for prompt in prompts:
+                began_s = time.monotonic()
+                case = Case("fill", "json", {"prompt": prompt, "max_tokens": 1})
+                result = await self.asker.ask(case, "read", self.service.keys[0], self._draw)
+                self._note("json", "fill", "read", result, began_s)
+        finally:
+            self._filling = False
 
     async def _quota(self, draw: random.Random) -> None:
         """Make five requests at once with a key that may have two in flight."""

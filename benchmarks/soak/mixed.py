@@ -87,7 +87,7 @@ class Soak:
     async def _cycles(self, load: Load, faults: Faults, sampler: Sampler, began_s: float) -> None:
         end_s = began_s + self.options.hours * 3600.0
         loading = asyncio.create_task(load.run(end_s))
-        sampling = asyncio.create_task(self._sample(sampler))
+        sampling = asyncio.create_task(self._sample(sampler, load))
         try:
             if self.options.faults:
                 await faults.each(self.options.faults.split(","))
@@ -105,10 +105,12 @@ class Soak:
             sampling.cancel()
             await asyncio.gather(loading, sampling, return_exceptions=True)
 
-    async def _sample(self, sampler: Sampler) -> None:
+    async def _sample(self, sampler: Sampler, load: Load) -> None:
         while True:
             await asyncio.sleep(SAMPLE_S)
-            await asyncio.to_thread(sampler.take)
+            engine = (await asyncio.to_thread(sampler.take))["engine"]
+            if engine is not None and engine["evictions"] == 0:  # a new engine
+                load.fill_cache(engine["num_blocks"], engine["block_size"])
 
     async def _quiet(self, load: Load, sampler: Sampler) -> None:
         """Check that every request ends and leaves nothing behind."""

@@ -95,7 +95,10 @@ def _engine_figures(stats: dict[str, Any]) -> dict[str, Any]:
     cache = stats.get("cache") or {}
     return {
         "active_requests": stats.get("active_requests"),
+        "num_blocks": cache.get("max_pages"),
+        "block_size": cache.get("page_size"),
         "used_blocks": cache.get("used_pages"),
+        "evictions": cache.get("evictions"),
         "kept_streams": stats.get("kept_streams"),
         "uptime_s": stats.get("uptime_s"),
         "stalled_steps": stats.get("stalled_steps"),

@@ -135,7 +135,7 @@ class Service:
         self.write_keys()
         self._clock = folder / "clock"
         self.step_clock(0.0)
-        http, ws = _free_port(), _free_port()
+        http, ws = free_port(), free_port()
         self.http, self.ws, self.engine = (
             f"http://127.0.0.1:{http}", f"ws://127.0.0.1:{ws}/v1/ws", f"ipc://{folder}/engine.sock",
         )  # fmt: skip
@@ -250,6 +250,7 @@ def _name(parent: str, words: list[bytes]) -> str:
     return f"{parent} fork"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nothing listens on."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

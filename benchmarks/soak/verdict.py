@@ -4,6 +4,9 @@ The slope is Theil's and Sen's, the median of the slopes of all pairs of points,
 asks how the values are distributed. A point is one minute: of memory its median, of descriptors and threads its least,
 because those of open requests come and go. The first WARM_UP_S of a life are left out. Neighbouring minutes are not
 independent, which the interval does not know: it is somewhat too narrow.
+
+Of an engine everything before its first eviction is left out too. On a CPU the pages of its KV cache become memory when
+they are first written, up to the size that the memory plan in its log names. An eviction means that no block is new.
 """
 
 from __future__ import annotations
@@ -63,19 +66,28 @@ def judge(figure: str, points: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def lives(samples: Samples) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """What was sampled of each process from its start to its end, with the moment `t`."""
+    """What was sampled of each process from its start to its end, with the moment `t`, and whether its memory may be
+    judged (`full`)."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for sample in samples:
         for process in sample["processes"]:
-            found[process["name"], process["life"]].append({**process, "t": sample["t"]})
+            rows = found[process["name"], process["life"]]
+            full = process["name"] != "engine" or has_full_cache(sample) or bool(rows and rows[-1]["full"])
+            rows.append({**process, "t": sample["t"], "full": full})
     return dict(found)
 
 
+def has_full_cache(sample: dict[str, Any]) -> bool:
+    """Return whether every block of the engine's KV cache has been used; true of samples from before this was asked."""
+    engine = sample["engine"]
+    return engine is not None and engine.get("evictions", 1) != 0
+
+
 def by_minute(rows: Sequence[dict[str, Any]], figure: str) -> list[tuple[float, float]]:
-    """(hours, value) of each minute after the warm-up."""
+    """(hours, value) of each minute after the warm-up, of an engine with a full cache."""
     minutes: dict[int, list[float]] = defaultdict(list)
     for row in rows:
-        if row["t"] - rows[0]["t"] >= WARM_UP_S:
+        if row["full"] and row["t"] - rows[0]["t"] >= WARM_UP_S:
             minutes[int(row["t"] // 60)].append(row[figure])
     middle = statistics.median if figure.endswith("_mib") else min
     return [(minute / 60, float(middle(values))) for minute, values in sorted(minutes.items())]
@@ -87,9 +99,10 @@ def verdicts(samples: Samples) -> list[dict[str, Any]]:
     for (name, life), rows in lives(samples).items():
         judged = {figure: judge(figure, by_minute(rows, figure)) for figure in FIGURES}
         if any(one["verdict"] != "too short" for one in judged.values()):
-            made.append(
-                {"process": name, "life": life, "minutes": round((rows[-1]["t"] - rows[0]["t"]) / 60, 1), **judged}
-            )
+            began_s, minutes = rows[0]["t"], round((rows[-1]["t"] - rows[0]["t"]) / 60, 1)
+            full_after_s = next(round(row["t"] - began_s, 1) for row in rows if row["full"])
+            judged = judged if name != "engine" else {"cache_full_after_s": full_after_s, **judged}
+            made.append({"process": name, "life": life, "minutes": minutes, **judged})
     return sorted(made, key=lambda one: -one["minutes"])
 
 

@@ -21,8 +21,10 @@ from benchmarks.kill_streams import Case
 from benchmarks.soak import batches, disturbances, report
 from benchmarks.soak.asks import Asker, Result
 from benchmarks.soak.disturbances import Disturbances
+from benchmarks.soak.load import filling_prompts
 from benchmarks.soak.service import CLOCK_FOLDER, make_key
 from benchmarks.soak.verdict import WARM_UP_S, judge, theil_sen, verdicts
+from tests.core.builders import Run, make_capacity, make_request
 
 CASE = Case("sse", "sse", {"prompt": "x", "n": 2})
 ENDS = [{"index": 0, "text": "one", "finish_reason": "stop"}, {"index": 1, "text": "two", "finish_reason": "length"}]
@@ -32,9 +34,10 @@ def minutes(count: int, value: Callable[[int], float]) -> list[tuple[float, floa
     return [(minute / 60, value(minute)) for minute in range(count)]
 
 
-def sample(t: float, **figures: float) -> dict[str, Any]:
+def sample(t: float, *, evictions: int = 1, **figures: float) -> dict[str, Any]:
     none = {"p50_s": None, "p99_s": None}
     return {
+        "engine": {"evictions": evictions},
         "t": t, "processes": [{"name": "engine", "life": 0, "pid": 1, **figures}], "load_average": 1.0, "requests": {},
         "errors": {}, "first_token": none, "between_tokens": none,
     }  # fmt: skip
@@ -79,6 +82,33 @@ def test_the_warm_up_of_a_life_is_left_out() -> None:
     (engine,) = verdicts(samples)
     assert engine["rss_mib"]["verdict"] == "flat"
     assert engine["rss_mib"]["median"] == 100 + WARM_UP_S
+
+
+def test_a_cache_that_is_written_for_the_first_time_is_not_growth() -> None:
+    """Its memory is part of the plan, and ends with the first eviction."""
+    figures = {"pss_mib": 90, "descriptors": 20, "threads": 4}
+    filling = [sample(t, rss_mib=100 + t / 60, evictions=0, **figures) for t in range(0, 1800, 10)]
+    full = [sample(t, rss_mib=130, evictions=7, **figures) for t in range(1800, 3000, 10)]
+    (engine,) = verdicts(filling + full)
+    assert (engine["rss_mib"]["verdict"], engine["rss_mib"]["minutes"]) == ("flat", 20)
+    assert engine["cache_full_after_s"] == 1800
+    leaking = [sample(t, rss_mib=100 + t / 60, evictions=7, **figures) for t in range(1800, 3000, 10)]
+    (engine,) = verdicts(filling + leaking)
+    assert engine["rss_mib"]["verdict"] == "growing"
+
+
+def test_an_engine_whose_cache_was_never_full_is_not_judged() -> None:
+    samples = [sample(t, evictions=0, rss_mib=100, pss_mib=90, descriptors=20, threads=4) for t in range(0, 3600, 10)]
+    assert verdicts(samples) == []
+
+
+def test_a_soak_fills_the_cache_of_an_engine_that_has_never_evicted() -> None:
+    """One after the other, its prompts take every block, and one for the second time."""
+    run = Run(make_capacity(num_blocks=256, block_size=16, max_model_len=2048), budget=1024)
+    for uid, prompt in enumerate(filling_prompts(256, 16, random.Random(1))):
+        assert run.scheduler.snapshot().num_evictions == 0
+        run.submit(make_request(uid, prompt, max_tokens=1)).to_end()
+    assert run.scheduler.snapshot().num_evictions > 0
 
 
 def test_a_growing_process_fails_the_run() -> None:
