@@ -50,6 +50,20 @@ QWEN3_30B_A3B = {
     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }  # fmt: skip
+DEEPSEEK_V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048,
+    "intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+    },
+    "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "first_k_dense_replace": 1,
+    "moe_layer_freq": 1, "moe_intermediate_size": 1408, "n_routed_experts": 64, "num_experts_per_tok": 6,
+    "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax",
+    "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+}  # fmt: skip
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
     "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
@@ -99,6 +113,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "qwen3-0.6b": QWEN3_0_6B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "gpt-oss-20b": GPT_OSS_20B,
     "qwen2.5-7b": QWEN2_5_7B,
     "qwen3-14b": QWEN3_14B,

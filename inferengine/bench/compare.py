@@ -4,10 +4,17 @@
 spread over the cards, so that all cards measure at once. This file is also the program of those processes: it imports
 nothing of this package unless it measures it, so that the peer may have a Python of its own.
 
+With `--load-together` as many processes of a card start at once as its memory holds: loading and compiling, which take
+most of the time, overlap. A process measures when all of them have loaded and those before it have ended, so each
+measures alone. Both sides then have the same room for KV_TOKENS tokens instead of the rest of the card, and ours takes
+kernels from tables that exist (`engine.tune 0`).
+
 Workloads, for both sides the same token ids of the same seeds, without prefix cache:
 
 - `decode R`: milliseconds of a step of R sequences; prompts of 128 tokens; (median of 192 output tokens - median of 1)
   / 191, so that neither prompts nor set-up count
+- `decode drawn R`: the same at temperature 1. Greedy output of random weights soon repeats one token, the same one in
+  every sequence, so that all sequences of a mixture of experts take the same few experts; drawn tokens differ
 - `prefill`: prompt tokens per second of 8 prompts of 4,096; where the model's context allows
 - `first token`: milliseconds to the only token of one prompt of 1,024
 - `short`, `short sampled`: output tokens per second of 400 requests at once, 128 to 384 in, 32 to 96 out, greedy and
@@ -18,6 +25,7 @@ Workloads, for both sides the same token ids of the same seeds, without prefix c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -45,7 +53,11 @@ LONG_INPUT, LONG_OUTPUT = 30_000, 65
 MARK = "ROW "
 LIMIT_S = 300.0
 LOWER_IS_BETTER = ("s", "ms", "ms per step")
-WORKLOADS = ("decode", "prefill", "first-token", "short", "long")
+WORKLOADS = ("decode", "decode-drawn", "prefill", "first-token", "short", "long")
+DEFAULT_WORKLOADS = ("decode", "prefill", "first-token", "short", "long")
+KV_TOKENS = 212_992  # room of each side where several processes share a card: 400 short requests, 4 long ones
+OTHER_BYTES = 8 << 30  # of a process besides weights and keys and values: activations, graphs, libraries
+POLL_S = 0.05
 SETTINGS = {
     "peer": "vllm.LLM: bfloat16, load_format dummy, enable_prefix_caching False, all else default (compiled, CUDA "
     "graphs, asynchronous scheduling)",
@@ -56,10 +68,20 @@ SETTINGS = {
 # -- one side, in a process of its own -------------------------------------------------------------------------------
 
 
+class Drawing(NamedTuple):
+    """How tokens are drawn."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+GREEDY, DRAWN, NUCLEUS = Drawing(), Drawing(1.0), Drawing(1.0, 0.95)
+
+
 class Side(Protocol):
     """An engine that completes token ids."""
 
-    def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], *, sampled: bool = False) -> float:
+    def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], drawing: Drawing = GREEDY) -> float:
         """Seconds for these requests, submitted at once; each gives exactly its number of output tokens."""
         ...
 
@@ -67,17 +89,21 @@ class Side(Protocol):
 class Ours:
     """inferengine.LLM."""
 
-    def __init__(self, folder: str, max_model_len: int) -> None:
+    def __init__(self, folder: str, max_model_len: int, kv_bytes: int = 0) -> None:
+        """`kv_bytes`: room for KV_TOKENS tokens, where other processes share the card; 0: the rest of the card."""
         from inferengine import LLM, SamplingParams
 
         self._params: Callable[..., Any] = SamplingParams
         model = {"load_format": "dummy", "max_model_len": max_model_len}
-        self._llm = LLM(folder, model=model, cache={"prefix_caching": False})
+        cache: dict[str, Any] = {"prefix_caching": False}
+        if kv_bytes:
+            cache |= {"block_size": 64, "num_blocks": KV_TOKENS // 64}
+        # Beside others that load, measuring kernels would mislead: tables that exist choose them.
+        self._llm = LLM(folder, model=model, cache=cache, engine={"tune": "0" if kv_bytes else "auto"})
 
-    def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], *, sampled: bool = False) -> float:
+    def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], drawing: Drawing = GREEDY) -> float:
         """Seconds of LLM.generate."""
-        draw = {"temperature": 1.0, "top_p": 0.95} if sampled else {"temperature": 0.0}
-        params = [self._params(max_tokens=output, ignore_eos=True, **draw) for output in outputs]
+        params = [self._params(max_tokens=output, ignore_eos=True, **drawing._asdict()) for output in outputs]
         begin = time.perf_counter()
         found = self._llm.generate(list(prompts), params, progress=False)
         seconds = time.perf_counter() - begin
@@ -88,9 +114,12 @@ class Ours:
 class Peer:
     """vllm.LLM."""
 
-    def __init__(self, folder: str, max_model_len: int) -> None:
+    def __init__(self, folder: str, max_model_len: int, kv_bytes: int = 0) -> None:
+        """`kv_bytes`: of keys and values, where other processes share the card; 0: vLLM's default."""
         vllm: Any = importlib.import_module("vllm")
         self._params: Callable[..., Any] = vllm.SamplingParams
+        # The share is what vLLM wants to see free at its start; with kv_cache_memory_bytes it takes no more than that.
+        shared = {"kv_cache_memory_bytes": kv_bytes, "gpu_memory_utilization": 0.05} if kv_bytes else {}
         self._llm = vllm.LLM(
             model=folder,
             load_format="dummy",
@@ -99,12 +128,13 @@ class Peer:
             max_model_len=max_model_len,
             enable_prefix_caching=False,
             seed=0,
+            **shared,
         )
 
-    def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], *, sampled: bool = False) -> float:
+    def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], drawing: Drawing = GREEDY) -> float:
         """Seconds of LLM.generate."""
-        draw = {"temperature": 1.0, "top_p": 0.95} if sampled else {"temperature": 0.0}
-        params = [self._params(max_tokens=output, ignore_eos=True, detokenize=False, **draw) for output in outputs]
+        more = {"ignore_eos": True, "detokenize": False, **drawing._asdict()}
+        params = [self._params(max_tokens=output, **more) for output in outputs]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         begin = time.perf_counter()
         found = self._llm.generate(requests, params, use_tqdm=False)
@@ -131,13 +161,13 @@ def measure(
 
     for lengths, output in (([128] * 4, 16), ([64] * 200, 8), ([2048] * 2, 4)):
         side.generate_s(prompts(lengths), [output] * len(lengths))
-    if "decode" in workloads:
-        for count in rows:
+    for workload, name, drawing in (("decode", "decode", GREEDY), ("decode-drawn", "decode drawn", DRAWN)):
+        for count in rows if workload in workloads else ():
             batch = prompts([128] * count)
-            side.generate_s(batch, [8] * count)
-            one_s = statistics.median(side.generate_s(batch, [1] * count) for _ in range(3))
-            all_s = statistics.median(side.generate_s(batch, [OUTPUT] * count) for _ in range(2))
-            tell(f"decode {count}", "ms per step", 1e3 * (all_s - one_s) / (OUTPUT - 1))
+            side.generate_s(batch, [8] * count, drawing)
+            one_s = statistics.median(side.generate_s(batch, [1] * count, drawing) for _ in range(3))
+            all_s = statistics.median(side.generate_s(batch, [OUTPUT] * count, drawing) for _ in range(2))
+            tell(f"{name} {count}", "ms per step", 1e3 * (all_s - one_s) / (OUTPUT - 1))
     if "prefill" in workloads and context > PREFILL_INPUT:
         batch = prompts([PREFILL_INPUT] * 8)
         side.generate_s(batch, [1] * 8)
@@ -151,8 +181,8 @@ def measure(
         lengths, outputs = [rng.randint(128, 384) for _ in range(400)], [rng.randint(32, 96) for _ in range(400)]
         batch = prompts(lengths)
         tell("short", "output tokens/s", sum(outputs) / side.generate_s(batch, outputs))
-        side.generate_s(batch[:100], [4] * 100, sampled=True)
-        tell("short sampled", "output tokens/s", sum(outputs) / side.generate_s(batch, outputs, sampled=True))
+        side.generate_s(batch[:100], [4] * 100, NUCLEUS)
+        tell("short sampled", "output tokens/s", sum(outputs) / side.generate_s(batch, outputs, NUCLEUS))
     if "long" in workloads and context > LONG_INPUT + LONG_OUTPUT:
         batch = prompts([LONG_INPUT] * 4)
         side.generate_s(prompts([LONG_INPUT]), [2])
@@ -169,17 +199,41 @@ def run_side(arguments: argparse.Namespace) -> None:
 
     context = min(int(config.get("max_position_embeddings", 16_384)), LONG_INPUT + 2768)
     begin = time.perf_counter()
-    side: Side = (Ours if arguments.side == "ours" else Peer)(arguments.folder, context)
-    tell("load and warm-up", "s", time.perf_counter() - begin)
+    side: Side = (Ours if arguments.side == "ours" else Peer)(arguments.folder, context, arguments.kv_bytes)
+    if arguments.group:
+        await_turn(Path(arguments.group), arguments.place, arguments.of)
+    else:  # beside others that load, it would say little
+        tell("load and warm-up", "s", time.perf_counter() - begin)
     measure(side, int(config["vocab_size"]), arguments.workloads.split(","), rows, context, tell)
+
+
+def await_turn(group: Path, place: int, of: int) -> None:
+    """Say that this process has loaded; return when all `of` have, or have ended, and those before this one have ended.
+    `group`: a folder; a process that ended has its file there from the one that started it."""
+    (group / f"loaded-{place}").touch()
+
+    def is_turn() -> bool:
+        ended = [(group / f"ended-{other}").exists() for other in range(of)]
+        return all(ended[:place]) and all(ended[other] or (group / f"loaded-{other}").exists() for other in range(of))
+
+    while not is_turn():
+        time.sleep(POLL_S)
 
 
 # -- both sides --------------------------------------------------------------------------------------------------------
 
 
+class Need(NamedTuple):
+    """Bytes of one process on a card: all of them, and of KV_TOKENS keys and values among them."""
+
+    whole: int
+    kv: int
+
+
 class Plan(NamedTuple):
     """What is measured, and how. `cards`: values of CUDA_VISIBLE_DEVICES. `peer_path`: folders for the peer's
-    PYTHONPATH. `limit_s`: seconds for one side of one model. `environment`: variables of the processes."""
+    PYTHONPATH. `limit_s`: seconds for one side of one model. `environment`: variables of the processes. `needs`: of
+    each folder, where processes are to load together on cards of `card_bytes`."""
 
     folders: Sequence[Path]
     cards: Sequence[str]
@@ -190,6 +244,33 @@ class Plan(NamedTuple):
     peer_path: str
     limit_s: float
     environment: Mapping[str, str]
+    needs: Mapping[Path, Need] | None = None
+    card_bytes: int = 0
+
+
+class Job(NamedTuple):
+    """One side of one model. `usable`: the folder that it loads."""
+
+    folder: Path
+    side: str
+    usable: Path
+
+
+def groups(jobs: Sequence[Job], plan: Plan) -> list[list[Job]]:
+    """What runs one after the other on a card: single jobs, or with `needs` as many as the card holds, first fit."""
+    if plan.needs is None:
+        return [[job] for job in jobs]
+    found: list[list[Job]] = []
+    left: list[int] = []
+    for job in jobs:
+        need = plan.needs[job.folder].whole
+        place = next((index for index, room in enumerate(left) if need <= room), len(found))
+        if place == len(found):
+            found.append([])
+            left.append(plan.card_bytes)
+        found[place].append(job)
+        left[place] -= need
+    return found
 
 
 class Comparison:
@@ -200,6 +281,10 @@ class Comparison:
         time."""
         self._plan = plan
         self._waiting = list(plan.folders)
+        # Of each card: as many models as of any other, where all of them are to load together.
+        self._shares = [list(plan.folders[index :: len(plan.cards)]) for index in range(len(plan.cards))]
+        self._children: set[int] = set()  # groups of processes
+        self._errors: list[BaseException] = []
         self._progress = progress
         self._measured = measured
         self._lock = threading.Lock()
@@ -208,46 +293,121 @@ class Comparison:
 
     def run(self) -> None:
         """Measure everything: into `rows` and `failures`."""
-        lanes = [threading.Thread(target=self._lane, args=(index,)) for index in range(len(self._plan.cards))]
+        lanes = [
+            threading.Thread(target=self._keeping_errors, args=(self._lane, index))
+            for index in range(len(self._plan.cards))
+        ]
         for lane in lanes:
             lane.start()
-        for lane in lanes:
-            lane.join()
+        try:
+            for lane in lanes:
+                lane.join()
+        except BaseException as error:  # Ctrl-C does not reach the processes: each leads a group of its own
+            self._stop(error)
+            raise
+        if self._errors:
+            raise self._errors[0]
+
+    def _keeping_errors(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call it in a thread. What it raises ends the comparison."""
+        try:
+            function(*arguments)
+        except BaseException as error:
+            self._stop(error)
+
+    def _stop(self, error: BaseException) -> None:
+        """End all processes and start no more."""
+        with self._lock:
+            self._errors.append(error)
+            for group in self._children:
+                _kill(group)
+
+    def _next_folders(self, index: int) -> list[Path]:
+        """What a card measures next: its share at once where models load together, else one model."""
+        with self._lock:
+            if self._plan.needs is not None:
+                share, self._shares[index] = self._shares[index], []
+                return share
+            return [self._waiting.pop(0)] if self._waiting else []
 
     def _lane(self, index: int) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    return
-                folder = self._waiting.pop(0)
+        while folders := self._next_folders(index):
             with tempfile.TemporaryDirectory() as scratch:
-                usable = with_tokenizer(folder, Path(scratch))
-                for side in (side for side in SIDES if side in self._plan.sides):
-                    self._measure(side, folder.name, usable, index)
-                    with self._lock:
-                        self._measured(self)
+                jobs = [
+                    Job(folder, side, with_tokenizer(folder, Path(scratch, str(place))))
+                    for place, folder in enumerate(folders)
+                    for side in SIDES
+                    if side in self._plan.sides
+                ]
+                for place, group in enumerate(groups(jobs, self._plan)):
+                    turns = Path(scratch, f"turns-{place}")
+                    turns.mkdir()
+                    self._run_group(group, turns, index)
 
-    def _measure(self, side: str, model: str, folder: Path, index: int) -> None:
-        plan = self._plan
+    def _run_group(self, group: Sequence[Job], turns: Path, index: int) -> None:
+        """Run these jobs at once; each measures in its turn. `turns`: an empty folder."""
+
+        def run(place: int) -> None:
+            try:
+                self._measure(group[place], index, turns if len(group) > 1 else None, place, len(group))
+            finally:
+                (turns / f"ended-{place}").touch()
+            with self._lock:
+                self._measured(self)
+
+        threads = [threading.Thread(target=self._keeping_errors, args=(run, place)) for place in range(len(group))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _measure(self, job: Job, index: int, turns: Path | None, place: int, of: int) -> None:
+        plan, model, side = self._plan, job.folder.name, job.side
         python = plan.peer_python if side == "peer" else sys.executable
-        command = [*_bound(index, len(plan.cards)), python, __file__, side, str(folder)]
+        command = [*_bound(index, len(plan.cards)), python, __file__, side, str(job.usable)]
         command += ["--workloads", ",".join(plan.workloads), "--rows", ",".join(map(str, plan.rows))]
+        if plan.needs is not None:
+            command += ["--kv-bytes", str(plan.needs[job.folder].kv)]
+        if turns is not None:
+            command += ["--group", str(turns), "--place", str(place), "--of", str(of)]
         environment = {**plan.environment, "CUDA_VISIBLE_DEVICES": plan.cards[index]}
         path = plan.peer_path if side == "peer" else str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [path, environment.get("PYTHONPATH", "")]))
-        with subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        ) as child:
-            timer = threading.Timer(plan.limit_s, os.killpg, (child.pid, signal.SIGKILL))
-            timer.start()
-            last = self._read(child, model, side, index)
-            code = child.wait()
-            timer.cancel()
+        with self._lock:
+            if self._errors:
+                return
+            try:
+                child = subprocess.Popen(
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env=environment,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self.failures.append({"model": model, "side": side, "code": 127, "output": str(error)})
+                self._progress(f"{model}, {side}: {error}")
+                return
+            self._children.add(child.pid)
+        loaded = turns and turns / f"loaded-{place}"
+        with child:
+            timers = [threading.Timer(plan.limit_s * of, _kill_unless, (child.pid, loaded))]
+            if loaded is not None:  # a process that hangs while it loads takes no time from those that wait for it
+                timers.append(threading.Timer(plan.limit_s * (of + place + 1), _kill, (child.pid,)))
+            for timer in timers:
+                timer.start()
+            try:
+                last = self._read(child, model, side, index)
+                code = child.wait()
+            except BaseException:
+                _kill(child.pid)
+                raise
+            finally:
+                for timer in timers:
+                    timer.cancel()
+        with self._lock:
+            self._children.discard(child.pid)
         if code:
             self._progress(f"{model}, {side}: ended with {code}\n{''.join(last)}")
             with self._lock:
@@ -273,6 +433,18 @@ class Comparison:
         return last
 
 
+def _kill(group: int) -> None:
+    """End a group of processes, if it still runs."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _kill_unless(group: int, mark: Path | None) -> None:
+    """End a group of processes, unless this file is there."""
+    if mark is None or not mark.exists():
+        _kill(group)
+
+
 def _bound(index: int, lanes: int) -> list[str]:
     """The command that binds a lane to its share of the processors, where there is one."""
     processors = sorted(os.sched_getaffinity(0))
@@ -291,6 +463,7 @@ def with_tokenizer(folder: Path, scratch: Path) -> Path:
     model = {"type": "BPE", "vocab": {letter: index for index, letter in enumerate(letters)}, "merges": []}
     bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     document = {"version": "1.0", "pre_tokenizer": bytes_of, "decoder": bytes_of, "model": model}
+    scratch.mkdir(exist_ok=True)
     (scratch / "tokenizer.json").write_text(json.dumps(document))
     (scratch / "tokenizer_config.json").write_text("{}")
     shutil.copy(folder / "config.json", scratch / "config.json")
@@ -340,6 +513,10 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--workloads", required=True)
     parser.add_argument("--rows", required=True)
+    parser.add_argument("--kv-bytes", type=int, default=0)
+    parser.add_argument("--group", default="")
+    parser.add_argument("--place", type=int, default=0)
+    parser.add_argument("--of", type=int, default=1)
     run_side(parser.parse_args())
 
 

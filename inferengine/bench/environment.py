@@ -58,8 +58,8 @@ def revision() -> str:
     below another repository is not of that repository."""
     if named := named_revision(ROOT):
         return named
-    top = _git("rev-parse", "--show-toplevel")
-    return _git("describe", "--always", "--dirty", "--abbrev=12") if top and Path(top) == ROOT else ""
+    top = git("rev-parse", "--show-toplevel")
+    return git("describe", "--always", "--dirty", "--abbrev=12") if top and Path(top) == ROOT else ""
 
 
 def named_revision(root: Path) -> str:
@@ -73,11 +73,11 @@ def named_revision(root: Path) -> str:
         return ""
 
 
-def _git(*words: str) -> str:
-    """The output of a git command about this checkout; empty where it fails."""
+def git(*words: str) -> str:
+    """Return the output of a git command about this checkout; empty where it fails."""
     command = ["git", "-C", str(ROOT), *words]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10.0).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30.0).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

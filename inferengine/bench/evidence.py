@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inferengine.bench.environment import ROOT
+from inferengine.bench.environment import ROOT, git
 from inferengine.config.environment import variables
 from inferengine.errors import InferEngineError
 
@@ -270,21 +270,12 @@ def age(name: str, revision: str) -> str:
     """Return how many commits have changed the code since a result's revision, in words: since the commit that brought
     its file, where its revision is not in this history, as that of a commit that was rebased since."""
     since = revision.removesuffix("-dirty")
-    count = _git("rev-list", "--count", f"{since}..HEAD", "--", *CODE)
-    if not count.isdigit() and (since := _git("log", "-1", "--format=%H", "--", f"benchmarks/results/{name}")):
-        count = _git("rev-list", "--count", f"{since}..HEAD", "--", *CODE)
+    count = git("rev-list", "--count", f"{since}..HEAD", "--", *CODE)
+    if not count.isdigit() and (since := git("log", "-1", "--format=%H", "--", f"benchmarks/results/{name}")):
+        count = git("rev-list", "--count", f"{since}..HEAD", "--", *CODE)
     if not count.isdigit():
         return "unknown"
     return f"**old**, {count} commits" if int(count) > OLD_COMMITS else f"{count} commits"
-
-
-def _git(*words: str) -> str:
-    """What git says of this checkout; nothing where it fails."""
-    command = ["git", "-C", str(ROOT), *words]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30.0).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def write_documents() -> None:

@@ -104,7 +104,8 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """One load. `rate` 0 means a closed loop of `concurrency`; `goodput` holds limits in milliseconds by name.
+    """One load. `rate` 0 means a closed loop of `concurrency`; `goodput` holds limits in milliseconds by name; `body`
+    holds more fields of each request, for `bench features`.
 
     Raises ConfigError, which names the option of `inferengine bench`.
     """
@@ -130,6 +131,7 @@ class LoadOptions:
     workload: str = ""
     context: int = 0  # of the model, for `workload`; 0: what the server tells, else 2,048
     detailed: bool = False
+    body: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         try:
@@ -197,6 +199,7 @@ def request_bodies(options: LoadOptions, model: str) -> list[bytes]:
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
             "temperature": options.temperature,
+            **options.body,
         }
         prompt = prefix[: item.shared] + _prompt(options, generator, item.num_prompt - item.shared)
         if options.chat:

@@ -1,4 +1,5 @@
-"""Series of loads against a server: concurrencies, arrivals, batches, a full KV cache, block sizes, a ladder, a pair.
+"""Series of loads against a server: concurrencies, arrivals, batches, a full KV cache, block sizes, a ladder, features,
+a pair.
 
 Each series is a list of loads (LoadOptions) that are measured one after the other; its report has one row for each, and
 what follows from all of them: where throughput stops to grow, whether anything was lost, the ratio of two servers.
@@ -447,6 +448,70 @@ def _failed(rows: Iterable[dict[str, Any]]) -> int:
     return sum(row["failed"] for row in rows)
 
 
+# -- features --------------------------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "array",
+    "minItems": 500,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "count": {"type": "integer"}, "is_open": {"type": "boolean"}},
+        "required": ["name", "count", "is_open"],
+    },
+}
+PLAIN = "drawn"  # the load that the others are held against: temperature 1 and nothing else
+# Fields of the requests. Greedy is the one that draws nothing; outputs under a grammar go on to the end of `--output`.
+FEATURES: dict[str, dict[str, Any]] = {
+    PLAIN: {"temperature": 1.0},
+    "greedy": {"temperature": 0.0},
+    "filters": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02, "seed": 1},
+    "penalties": {
+        "temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "top_k": 50,
+    },
+    "logprobs": {"temperature": 1.0, "logprobs": 5},
+    "n": {"temperature": 1.0, "n": 4},
+    "regex": {"temperature": 1.0, "structured_outputs": {"regex": "[a-z ]+"}},
+    "counted regex": {"temperature": 1.0, "structured_outputs": {"regex": "([a-z]{1,9}[ ,]){1000}"}},
+    "schema": {"temperature": 1.0, "structured_outputs": {"json": SCHEMA}},
+    "shared prefix": {"temperature": 1.0},
+}  # fmt: skip
+SHARED_TOKENS = 1024  # that the prompts of "shared prefix" begin with
+
+
+def features(measure: Measure, ours: LoadOptions, theirs: LoadOptions | None, chosen: Sequence[str]) -> dict[str, Any]:
+    """Measure the same load with each feature, on one server or on two in turn, each first as often as second.
+
+    A row's `share` is its output tokens per second over those of the plain load of the same server, `ratio` ours over
+    theirs. As many requests as are in flight are sent before the clock starts: what a feature costs once is not in it.
+    """
+    rows: list[dict[str, Any]] = []
+    plain: dict[str, float] = {}
+    for number, name in enumerate(dict.fromkeys((PLAIN, *chosen))):
+        servers = [("ours", ours)] + ([("theirs", theirs)] if theirs is not None else [])
+        row: dict[str, Any] = {"feature": name, "share": {}}
+        for side, load in servers if number % 2 == 0 else servers[::-1]:
+            found = measure(_with_feature(load, name, number))
+            plain.setdefault(side, found["output_tokens_per_s"])
+            row[side] = found
+            row["share"][side] = _ratio(found["output_tokens_per_s"], plain[side])
+        if theirs is not None:
+            row["ratio"] = _ratio(row["ours"]["output_tokens_per_s"], row["theirs"]["output_tokens_per_s"])
+        rows.append(row)
+    failed = sum(row[side]["failed"] for row in rows for side in row["share"])
+    return {"benchmark": "features", "rows": rows, "failed": failed}
+
+
+def _with_feature(load: LoadOptions, name: str, number: int) -> LoadOptions:
+    """The load with a feature's fields, and prompts of its own: no load finds those of another cached."""
+    body = dict(FEATURES[name])
+    if load.chat and "logprobs" in body:
+        body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+    requests = max(load.concurrency, load.requests // body.get("n", 1))
+    shared = SHARED_TOKENS if name == "shared prefix" else load.shared_prefix
+    warm_up = max(load.warm_up, load.concurrency)
+    return replace(load, body=body, requests=requests, shared_prefix=shared, warm_up=warm_up, seed=load.seed + number)
+
+
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 COLUMNS = ("requests/s", "tokens/s", "first token p50", "p99", "between p50", "p99", "failed")
@@ -489,6 +554,19 @@ def _cells(found: dict[str, Any]) -> list[list[str]]:
         case "ladder":
             lines = [[row["rung"], *(f"{value:,.1f}" for value in row["figures"].values())] for row in rows]
             return [["rung", *(f"{name}, {unit}" for name, unit in found["units"].items())], *lines]
+        case "features":
+            lines = [
+                [
+                    row["feature"],
+                    side,
+                    *_figures(row[side]),
+                    _percent(share),
+                    f"{row['ratio']:.2f}" if row.get("ratio") else "-",
+                ]
+                for row in rows
+                for side, share in row["share"].items()
+            ]
+            return [["feature", "server", *COLUMNS, "share of plain", "ratio"], *lines]
         case "sanity":
             return [["check", "passed"], *([row["check"], "yes" if row["passed"] else "**no**"] for row in rows)]
     return [["load", *COLUMNS], *([_name(row), *_figures(row)] for row in rows)]
@@ -547,6 +625,8 @@ def _conclusion(found: dict[str, Any]) -> str:
             return f"{found['failed']} requests failed." + (
                 f" Gain of each workload's own rung: {gains}." if gains else ""
             )
+        case "features":
+            return f"{found['failed']} requests failed."
         case "sanity":
             return f"{found['failed']} of {len(found['rows'])} checks failed."
     low, high = found["interval"]
@@ -611,6 +691,11 @@ def plots(found: dict[str, Any]) -> dict[str, str]:
                 for name in ("ours", "theirs")
             ]
             return {"paired.svg": bar_chart(runs, bars, title="Output tokens per second, by pair", y_label="tokens/s")}
+        case "features":
+            sides = list(rows[0]["share"])
+            bars = [Series(side, [], [row[side]["output_tokens_per_s"] for row in rows]) for side in sides]
+            named = [row["feature"] for row in rows]
+            return {"features.svg": bar_chart(named, bars, title="Output tokens per second", y_label="tokens/s")}
         case "sanity":
             return {}
     names = [_name(row) for row in rows]

@@ -1,8 +1,8 @@
 """`inferengine bench`: send a load to any OpenAI-compatible server and report latencies and throughput.
 
-`bench sweep`, `arrivals`, `batch`, `pressure`, `fragmentation`, `ladder` and `paired` measure series of loads, `bench
-sanity` whether the answers are right (bench/suites.py). `bench compare` measures this engine and vLLM in process
-(bench/compare.py). `evidence` runs what this machine can (bench/evidence.py).
+`bench sweep`, `arrivals`, `batch`, `pressure`, `fragmentation`, `ladder`, `features` and `paired` measure series of
+loads, `bench sanity` whether the answers are right (bench/suites.py). `bench compare` measures this engine and vLLM in
+process (bench/compare.py). `evidence` runs what this machine can (bench/evidence.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from inferengine.bench.gpu_trace import GpuTrace
 from inferengine.bench.load_options import WORKLOADS, LoadOptions, request_bodies
 from inferengine.bench.report import details, report, standard_fields, table
 from inferengine.cli.command import Arguments, Option, command, output_file
+from inferengine.cli.plan_memory import bytes_of_model
 from inferengine.cli.terminal import with_bar
 from inferengine.config.environment import variables
 from inferengine.errors import ConfigError, ExitCode
@@ -144,6 +145,14 @@ SANITY = {
     "the server": OPTIONS["the server"][:3],
     "the report": SERIES_REPORT[:2],
 }
+FEATURES = OPTIONS | {
+    "the features": (
+        Option("--features LIST", "what is measured beside the plain load", ",".join(suites.FEATURES)),
+        Option("--theirs URL", "another server to measure in turn; none: --url alone"),
+        Option("--theirs-model NAME", "default: the first of its /v1/models"),
+    ),
+    "the report": (OPTIONS["the report"][0], *SERIES_REPORT),
+}
 PAIRED = OPTIONS | {
     "the pair": (
         Option("--ours URL", "the server whose throughput is held against the other's", LoadOptions.url),
@@ -164,9 +173,15 @@ COMPARE = {
         Option("--sides LIST", "peer, ours or both", "peer,ours"),
         Option("--peer-python FILE", "a Python that has vllm; default: this one"),
         Option("--peer-path FOLDER", "put before PYTHONPATH of the peer"),
-        Option("--workloads LIST", "what is measured", ",".join(compare_engines.WORKLOADS)),
+        Option(
+            "--workloads LIST",
+            f"of {', '.join(compare_engines.WORKLOADS)}",
+            ",".join(compare_engines.DEFAULT_WORKLOADS),
+        ),
         Option("--rows LIST", "rows of the decode steps", ",".join(map(str, compare_engines.ROWS))),
         Option("--limit S", "seconds for one side of one model", compare_engines.LIMIT_S),
+        Option("--load-together", "load at once what a card holds; each side still measures alone"),
+        Option("--card-gib N", "memory of a card that processes share with --load-together", 130.0),
     ),
     "the report": (
         Option("--json FILE", "all figures of both sides, with settings, environment and the cards' clocks and power"),
@@ -182,12 +197,14 @@ def compare(arguments: Arguments) -> int:
     The exit code is 1 when a side of a model failed.
     """
     values = arguments.values
-    folders = [Path(name) for name in values["model"]]
+    folders = [Path(name).resolve() for name in values["model"]]
     if not folders:
         raise ConfigError("--model", "name at least one folder with a config.json")
     for folder in folders:
         if not (folder / "config.json").is_file():
             raise ConfigError("--model", f"{folder} has no config.json")
+        if [other.name for other in folders].count(folder.name) > 1:
+            raise ConfigError("--model", f"several folders are named {folder.name}, which is how rows name a model")
     lists = {
         "sides": compare_engines.SIDES,
         "workloads": compare_engines.WORKLOADS,
@@ -208,12 +225,15 @@ def compare(arguments: Arguments) -> int:
         peer_path=values["peer_path"],
         limit_s=values["limit"],
         environment=variables(),
+        needs={folder: _need(folder) for folder in folders} if values["load_together"] else None,
+        card_bytes=int(values["card_gib"] * 2**30),
     )
 
     def report_of(comparison: compare_engines.Comparison) -> dict[str, Any]:
         return {
             "benchmark": "compare",
             "settings": compare_engines.SETTINGS,
+            "loaded_together": values["load_together"],
             "weights": "random",
             "rows": compare_engines.joined(comparison.rows),
             "failures": comparison.failures,
@@ -236,6 +256,13 @@ def compare(arguments: Arguments) -> int:
         comparison.run()
     print(compare_engines.markdown(report_of(comparison)))
     return ExitCode.CRASH if comparison.failures else ExitCode.OK
+
+
+def _need(folder: Path) -> compare_engines.Need:
+    """The bytes that a process of either side takes of a card."""
+    weights, per_token = bytes_of_model(folder)
+    kv_bytes = compare_engines.KV_TOKENS * per_token
+    return compare_engines.Need(weights + kv_bytes + compare_engines.OTHER_BYTES, kv_bytes)
 
 
 @command(SWEEP, takes_configuration=False)
@@ -329,6 +356,24 @@ def sanity(arguments: Arguments) -> int:
     The exit code is 1 when one is wrong.
     """
     return _series(arguments, lambda load: suites.sanity(*load_generator.asker(load)))
+
+
+@command(FEATURES, takes_configuration=False)
+def features(arguments: Arguments) -> int:
+    """Measure a load with and without each sampling feature and grammar, on one server or on two in turn.
+
+    The report says how many of the plain load's tokens per second are left. The exit code is 1 when a request failed.
+    """
+    values = arguments.values
+    chosen = values["features"].split(",")
+    if unknown := set(chosen) - set(suites.FEATURES):
+        raise ConfigError("--features", f"knows {', '.join(suites.FEATURES)}; got '{min(unknown)}'")
+
+    def measured(load: LoadOptions) -> dict[str, Any]:
+        other = replace(load, url=values["theirs"], model=values["theirs_model"]) if values["theirs"] else None
+        return suites.features(_quietly, load, other, chosen)
+
+    return _series(arguments, measured)
 
 
 @command(PAIRED, takes_configuration=False)

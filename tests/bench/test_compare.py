@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +16,19 @@ from inferengine.cli.main import main
 from inferengine.errors import ExitCode
 from inferengine.text.tokenizer import Tokenizer
 
+TINY = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 500, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+
+FIGURE = {"workload": "short", "unit": "s", "value": 1.0}
+
 # Completes at once, and {missing} tokens too few.
 PEER = """
+import os
+import time
+from pathlib import Path
 from types import SimpleNamespace as Object
 
 def SamplingParams(max_tokens, **other):
@@ -24,7 +38,18 @@ class LLM:
     def __init__(self, model, **other):
         assert other["load_format"] == "dummy" and not other["enable_prefix_caching"]
 
+        assert ("kv_cache_memory_bytes" in other) == ("gpu_memory_utilization" in other)
+        self.log = Path(os.environ["PEER_LOG"])
+        self.note("loaded")
+        if Path(model).name == "hangs" or "/hangs" in str(model):
+            time.sleep(60)
+
+    def note(self, what):
+        with self.log.open("a") as log:
+            log.write(f"{what} {os.getpid()}\\n")
+
     def generate(self, requests, params, use_tqdm):
+        self.note("generates")
         assert all(max(request["prompt_token_ids"]) < 500 for request in requests)
         return [Object(outputs=[Object(token_ids=[1] * (length - {missing}))]) for length in params]
 """
@@ -39,12 +64,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path, folder: Path) -> Callable[..., int]:
-    def run(*words: str, missing: int = 0) -> int:
+def run(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    monkeypatch.setenv("PEER_LOG", str(tmp_path / "peer.log"))
+
+    def run(*words: str, missing: int = 0, models: bool = True) -> int:
         peer = tmp_path / "peer"
         peer.mkdir()
         (peer / "vllm.py").write_text(PEER.replace("{missing}", str(missing)))
-        command = ["bench", "compare", "--model", str(folder), "--sides", "peer", "--peer-path", str(peer)]
+        model = ["--model", str(folder)] if models else []
+        command = ["bench", "compare", *model, "--sides", "peer", "--peer-path", str(peer)]
         command += ["--json", str(tmp_path / "found.json"), *words]
         return main(command)
 
@@ -66,6 +94,118 @@ def test_outputs_of_another_length_are_a_failure_and_no_figure(run: Callable[...
     assert [row["workload"] for row in found["rows"]] == ["load and warm-up"]
     (failure,) = found["failures"]
     assert "instead of" in failure["output"]
+
+
+def test_drawn_decodes_are_a_workload_of_their_own(run: Callable[..., int], tmp_path: Path) -> None:
+    assert run("--rows", "2", "--workloads", "decode-drawn") == ExitCode.OK
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [row["workload"] for row in found["rows"]] == ["load and warm-up", "decode drawn 2"]
+
+
+def test_processes_that_load_together_measure_one_after_the_other(run: Callable[..., int], tmp_path: Path) -> None:
+    shapes = [tmp_path / name for name in ("a", "b", "c")]
+    for shape in shapes:
+        shape.mkdir()
+        (shape / "config.json").write_text(json.dumps(TINY))
+    words = [word for shape in shapes for word in ("--model", str(shape))]
+    assert run(*words, "--load-together", "--workloads", "first-token", models=False) == ExitCode.OK
+    lines = [line.split() for line in (tmp_path / "peer.log").read_text().splitlines()]
+    assert [what for what, _ in lines[:3]] == ["loaded"] * 3, "all have loaded before the first measures"
+    measured = [process for _, process in lines[3:]]
+    assert len(set(measured)) == 3
+    assert measured == sorted(measured, key=measured.index), "no process measures between another's requests"
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["loaded_together"]
+    assert {row["workload"] for row in found["rows"]} == {"first token"}, "loading beside others is no figure"
+
+
+def shapes_in(folder: Path, *names: str) -> list[str]:
+    """Folders of small models: their flags."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(TINY))
+        (folder / name / "tokenizer.json").write_text("{}")  # else a copy of the folder is loaded
+    return [word for name in names for word in ("--model", str(folder / name))]
+
+
+def peer_that(folder: Path, does: str) -> str:
+    """A program in place of the peer's Python, which prints a figure first."""
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\necho '{compare.MARK}{json.dumps(FIGURE)}'\n{does}\n")
+    program.chmod(0o700)
+    return str(program)
+
+
+def plan_of(folders: list[Path], peer: str, **values: Any) -> compare.Plan:
+    environment = {"PATH": os.environ["PATH"]}
+    return compare.Plan(folders, ["0", "1"], ["peer"], ["short"], [1], peer, "", 60.0, environment, **values)
+
+
+def test_cards_share_the_models_that_load_together(tmp_path: Path) -> None:
+    shapes_in(tmp_path, "a", "b", "c")
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    plan = plan_of(
+        folders, peer_that(tmp_path, "exit 0"), needs=dict.fromkeys(folders, compare.Need(1, 1)), card_bytes=9
+    )
+    comparison = compare.Comparison(plan, progress=lambda line: None, measured=lambda comparison: None)
+    comparison.run()
+    assert {row["model"]: row["card"] for row in comparison.rows} == {"a": "0", "b": "1", "c": "0"}
+
+
+def test_a_process_that_hangs_while_it_loads_is_ended_and_the_others_measure(
+    run: Callable[..., int], tmp_path: Path
+) -> None:
+    words = shapes_in(tmp_path, "a", "hangs")
+    limited = ("--load-together", "--workloads", "first-token", "--limit", "1")
+    assert run(*words, *limited, models=False) == ExitCode.CRASH
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert [failure["model"] for failure in document["failures"]] == ["hangs"]
+    assert {row["model"] for row in document["rows"]} == {"a"}
+
+
+def test_a_peer_that_cannot_be_started_is_a_failure(run: Callable[..., int], tmp_path: Path) -> None:
+    assert run("--peer-python", "/nowhere/python") == ExitCode.CRASH
+    (failure,) = json.loads((tmp_path / "found.json").read_text())["failures"]
+    assert "/nowhere/python" in failure["output"]
+
+
+def test_what_is_raised_ends_the_processes_and_is_raised(tmp_path: Path) -> None:
+    """As Ctrl-C, and a report that cannot be written: nothing may go on measuring for nobody."""
+    shapes_in(tmp_path, "shape")
+    plan = plan_of([tmp_path / "shape"], peer_that(tmp_path, "exec sleep 60"))
+
+    def progress(line: str) -> None:
+        raise OSError("No space left on device")
+
+    begin = time.monotonic()
+    with pytest.raises(OSError, match="No space left"):
+        compare.Comparison(plan, progress=progress, measured=lambda comparison: None).run()
+    assert time.monotonic() - begin < 30
+
+
+def test_two_models_of_one_name_are_refused(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shapes_in(tmp_path, "one/shape", "other/shape")
+    assert run(*words, models=False) == ExitCode.USAGE
+    assert "several folders are named shape" in capsys.readouterr().err
+
+
+def test_a_process_that_ends_early_keeps_no_other_waiting(tmp_path: Path) -> None:
+    (tmp_path / "ended-0").touch()
+    compare.await_turn(tmp_path, 1, 2)
+    assert (tmp_path / "loaded-1").exists()
+
+
+def test_what_does_not_fit_beside_the_others_forms_the_next_group() -> None:
+    jobs = [compare.Job(Path(name), side, Path(name)) for name in ("large", "small") for side in compare.SIDES]
+    needs = {Path("large"): compare.Need(70, 10), Path("small"): compare.Need(30, 10)}
+    plan = compare.Plan([], ["0"], compare.SIDES, [], [], "", "", 1.0, {}, needs=needs, card_bytes=100)
+    found = compare.groups(jobs, plan)
+    assert [[(job.folder.name, job.side) for job in group] for group in found] == [
+        [("large", "peer"), ("small", "peer")],
+        [("large", "ours"), ("small", "ours")],
+    ]
 
 
 @pytest.mark.parametrize(

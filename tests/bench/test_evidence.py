@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inferengine.bench import evidence
+from inferengine.bench import environment, evidence
 from inferengine.cli import main as cli
 from inferengine.errors import ExitCode, InferEngineError
 
@@ -122,7 +122,7 @@ def test_a_revision_that_was_rebased_away_is_as_old_as_its_file(
         git("commit", "-q", "-m", name)
         return git("rev-parse", "--short=12", "HEAD")
 
-    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
     git("init", "-q")
     first = commit("inferengine/one.py")
     commit("benchmarks/results/r.json")

@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,36 @@ def test_a_pair_is_measured_in_turn_and_each_is_first_as_often_as_second() -> No
     assert (found["ratio"], found["interval"], found["passed"]) == (0.92, [0.92, 0.92], True)
 
 
+def test_a_feature_is_held_against_the_plain_load_of_its_server_and_against_the_other_server() -> None:
+    speeds = {"ours": {"drawn": 100.0, "n": 80.0}, "theirs": {"drawn": 50.0, "n": 50.0}}
+    server = Server(lambda load: speeds[load.model]["n" if "n" in load.body else "drawn"])
+    load = LoadOptions(model="ours", concurrency=8, requests=64)
+    found = suites.features(server.measure, load, replace(load, model="theirs"), ["n"])
+    assert [(row["feature"], row["ratio"], row["share"]) for row in found["rows"]] == [
+        ("drawn", 2.0, {"ours": 1.0, "theirs": 1.0}),
+        ("n", 1.6, {"theirs": 1.0, "ours": 0.8}),
+    ]
+    assert [load.model for load in server.loads] == ["ours", "theirs", "theirs", "ours"]
+    assert [load.requests for load in server.loads] == [64, 64, 16, 16], "as many outputs, four of a request"
+    assert all(load.warm_up == 8 for load in server.loads), "what a feature costs once is not measured"
+    assert len({load.seed for load in server.loads}) == 2, "no load finds the prompts of another cached"
+
+
+def test_the_fields_of_a_feature_are_in_every_request() -> None:
+    with serving() as server:
+        words = ["features", "--url", server.url, "--features", "filters,schema", "--requests", "2", "--input", "3"]
+        assert cli.main(["bench", *words, "--concurrency", "2"]) == ExitCode.OK
+    for name in ("filters", "schema"):
+        fields = suites.FEATURES[name]
+        sent = [body for body in server.bodies if fields.items() <= body.items()]
+        assert len(sent) == 4, "two before the clock starts and two after"
+
+
+def test_an_unknown_feature_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "features", "--features", "n,wings"]) == ExitCode.USAGE
+    assert "'wings'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("ours", "failed"), [(90.0, 0), (200.0, 1)])
 def test_a_pair_fails_below_the_gate_or_where_a_request_failed(ours: float, failed: int) -> None:
     server = Server(lambda load: ours if load.model == "ours" else 100.0, failed)
@@ -114,6 +145,7 @@ def test_counters_are_summed_over_their_labels() -> None:
         (["fragmentation", "--block-sizes", "2,4"], 3),
         (["ladder", "--repeats", "1", "--context", "128"], 1),
         (["paired", "--runs", "1"], 2),
+        (["features", "--features", "n,logprobs", "--concurrency", "2"], 3),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -135,6 +167,7 @@ def test_a_series_is_measured_and_written(
     measured = found.get("rows") or [row for pair in found["pairs"] for row in pair.values()]
     assert len(measured) == rows
     loads = [found["load"]] if series[0] == "fragmentation" else [] if series[0] == "ladder" else measured
+    loads = [row["ours"] for row in measured] if series[0] == "features" else loads
     assert all(row.keys() >= VLLM_FIELDS and row["environment"]["revision"] for row in loads)
     assert found["environment"]["command"].endswith("(hidden)")
     assert "sesame" not in files["json"].read_text()
