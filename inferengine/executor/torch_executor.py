@@ -85,10 +85,10 @@ class TorchExecutor:
         self.quantization, self.adapters = loaded.quantization, loaded.adapters
         self.implementation = "" if self.config.implementation == "native" else self.config.implementation
         self.threads = Threads(self.config, settings.threads) if self.device.type == "cpu" else None
-        self.tuned = tune(settings, self.model, self.dtype, progress)
+        max_model_len = context_length(settings, self.config)
+        self.tuned = tune(settings, self.model, self.dtype, max_model_len, progress)
         if self.tuned is not None:
             self.slow_rows = self.tuned.slow_rows
-        max_model_len = context_length(settings, self.config)
         groups, self._prompt_shapes = size_cache(self, max_model_len)
         self.allocate(groups, max_model_len)
         swap_block_s, prefill_token_s = swap_times(self) if settings.swap_bytes else (0.0, 0.0)

@@ -66,7 +66,9 @@ def capture_graphs(
     parts = runner.model, runner.ops, runner.slots, runner.kv.group_caches
     decode = DecodeGraphs(*parts, settings.max_num_seqs, runner.slow_rows)
     mixed = MixedGraphs(*parts, [s for s in without_slow(shapes, runner.slow_rows) if _fits(s, settings)])
-    steps: list[Callable[[], object]] = [decode.run_all_eagerly, mixed.run_all_eagerly]
+    steps: list[Callable[[], object]] = []
+    if not runner.model.plans_attention:  # one that does needs the columns of a step, which a captured one lacks
+        steps += [decode.run_all_eagerly, mixed.run_all_eagerly]
     if compile_draft is not None:
         steps.append(compile_draft)
     plans = (*_sampler_plans(runner), *_kernel_class_plans(runner))
@@ -213,23 +215,39 @@ def prompt_plan(runner: StepRunner, num_tokens: int, num_rows: int = 1) -> StepP
 
 def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
     """One step of every class of shapes that is computed without a graph."""
-    from inferengine.kernels.cuda.attention.decode import row_classes  # an engine on a CPU starts without triton
-    from inferengine.kernels.cuda.dispatch import hopper_prefill_config, measured_rows
+    from inferengine.kernels.cuda.dispatch import (  # here: an engine on a CPU starts without triton
+        hopper_prefill_config,
+        measured_rows,
+    )
     from inferengine.kernels.cuda.moe.configurations import token_classes
 
     config, max_rows = runner.config, runner.settings.max_num_seqs
+    dtype = runner.settings.compute_dtype(config)
     return kernel_class_plans(
         runner.slots.num_slots,
         len(runner.kv.groups),
         max_rows=max_rows,
         max_tokens=min(runner.settings.max_num_batched_tokens, runner.slots.tokens.shape[1] - 1),
-        decode_rows=row_classes(config.num_heads, config.num_kv_heads, config.head_dim, max_rows),
+        decode_rows=decode_row_classes(config, runner.kv, dtype, max_rows),
         more_chunks=(
             *measured_rows(),
-            hopper_prefill_config(config.head_dim).min_tokens,
+            *(() if config.latent is not None else (hopper_prefill_config(config.head_dim).min_tokens,)),
             *(() if config.moe is None else token_classes(config.moe.num_experts, config.moe.num_chosen)),
         ),
     )
+
+
+def decode_row_classes(config: DecoderConfig, kv: KVCache, dtype: torch.dtype, max_rows: int) -> list[int]:
+    """Return numbers of decode rows that together launch every attention kernel of steps of 1 to `max_rows` decode rows
+    over this cache."""
+    if config.latent is not None:
+        from inferengine.kernels.cuda.attention import latent
+
+        return latent.row_classes(config.num_heads, config.latent.rank, dtype.itemsize, max_rows)
+    from inferengine.kernels.cuda.attention.decode import attention_key, row_classes
+
+    keys = [attention_key(config.num_heads, cache, window) for cache, window in kv.group_caches]
+    return row_classes(keys, max_rows, is_fp32=dtype == torch.float32)
 
 
 def kernel_class_plans(
@@ -247,6 +265,8 @@ def kernel_class_plans(
         if 1 < chunk <= max_tokens:
             yield scratch_plan(slot, num_groups, decodes=0, chunk=chunk)
     for decodes in decode_rows:
+        if decodes <= min(max_rows, max_tokens):
+            yield scratch_plan(slot, num_groups, decodes=decodes, chunk=0)
         if decodes < max_rows and decodes + 2 <= max_tokens:
             yield scratch_plan(slot, num_groups, decodes=decodes, chunk=2)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp.client_reqrep import ConnectionKey
 
 from inferengine.config import Config
 from inferengine.engine.upstream.relay import UpstreamLoop
@@ -104,6 +107,65 @@ def test_a_request_that_ends_its_upstream_each_time_is_not_sent_for_ever() -> No
         _, row = ask(service)
         assert (row.reason, row.detail[0]) == ("error", "overloaded")
         assert len(server.bodies) <= 8
+
+
+@pytest.mark.parametrize("piece", [event(), event(token_ids=[]), b": working on it\n\n"])
+def test_a_stream_without_output_ends_its_request_when_silence_would(piece: bytes) -> None:
+    def says_nothing(handler: Handler) -> None:
+        handler.begin()
+        with contextlib.suppress(OSError):
+            while not handler.server.left.wait(0.02):
+                handler.wfile.write(piece)
+
+    quiet = {"read_timeout_s": 0.2}
+    with FakeServer(says_nothing, gives_ids=True) as server, relay(server.url, upstream=quiet) as service:
+        began_s = time.monotonic()
+        _, row = ask(service)
+        assert (row.reason, row.detail[:2]) == ("error", ["overloaded", "The upstream sent no output."])
+        assert time.monotonic() - began_s < 15
+        assert len(server.bodies) == 1
+        server.left.set()
+
+
+def test_a_flood_without_output_ends_its_request_long_before_silence_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inferengine.engine.upstream.relay.MOST_QUIET_READS", 20)
+    with FakeServer(repeats(again=b": more\n" * 1000)) as server, relay(server.url) as service:
+        _, row = ask(service)
+        assert (row.reason, row.detail[0]) == ("error", "overloaded")
+        assert server.left.wait(20), "the connection stands"
+
+
+def test_comments_between_tokens_are_no_silence() -> None:
+    def is_slow(handler: Handler) -> None:
+        handler.begin()
+        for _ in range(8):
+            handler.wfile.write(b": wait\n\n")
+            time.sleep(0.1)
+            handler.wfile.write(event(token_ids=[5]))
+        handler.wfile.write(event(finish_reason="stop") + DONE)
+
+    with (
+        FakeServer(is_slow, gives_ids=True) as server,
+        relay(server.url, upstream={"read_timeout_s": 0.5}) as service,
+    ):
+        assert ask(service)[1].reason == "stop"
+
+
+def test_servers_that_list_models_and_refuse_completions_are_asked_for_as_long_as_a_request_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def refuses(*_: object) -> None:
+        key = ConnectionKey("there", 1, False, True, None, None, None)
+        raise aiohttp.ClientConnectorError(key, ConnectionRefusedError(111, "refused"))
+
+    monkeypatch.setattr("inferengine.engine.upstream.servers.Servers._send", refuses)
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(FakeServer(speaks("x"))).url for _ in range(3)]
+        service = stack.enter_context(relay(*urls, upstream={"wait_s": 0.7}))
+        began_s = time.monotonic()
+        _, row = ask(service)
+        assert (row.reason, row.detail[0]) == ("error", "overloaded")
+        assert time.monotonic() - began_s < 15
 
 
 def test_a_redirection_is_not_followed() -> None:

@@ -24,7 +24,7 @@ from inferengine.engine.process import build_executor
 from inferengine.engine.service import EngineService
 from inferengine.engine.upstream.completions import EXTENSIONS, REFUSED, STANDARD, error_of_status, ids_of_text
 from inferengine.engine.upstream.relay import UpstreamLoop
-from inferengine.errors import ConfigError
+from inferengine.errors import ConfigError, Unreachable
 from inferengine.sampling_params import SamplingParams
 from inferengine.text import fingerprint
 from inferengine.wire import messages
@@ -548,7 +548,7 @@ def test_an_engine_that_waits_in_vain_for_an_upstream_leaves_no_connection_open(
 ) -> None:
     config = Config().with_values(upstream={"url": "http://127.0.0.1:1", "start_timeout_s": 0.1})
     loop = UpstreamLoop(config, CARD)
-    with pytest.raises(ConfigError, match="no answer"):
+    with pytest.raises(Unreachable, match="no answer"):
         loop.load(lambda phase, share: None)
     del loop
     gc.collect()  # aiohttp tells of a session that nobody closed when it is collected

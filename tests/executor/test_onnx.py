@@ -6,10 +6,12 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from inferengine.engine.process import build_executor
 from inferengine.errors import ConfigError
 from inferengine.executor.onnx import export
 from inferengine.executor.onnx.export import MANIFEST, WEIGHTS, export_folder
-from inferengine.executor.onnx.model import resolve, runs_of, without_drafts
+from inferengine.executor.onnx.model import Binding, resolve, runs_of, without_drafts
 from inferengine.executor.settings import executor_settings
 from inferengine.executor.slots import columns_of
 from tests.executor.engine import Engine
@@ -79,6 +81,23 @@ def test_chunks_prefix_hits_preemption_and_draft_tokens_give_the_tokens_of_trans
     engine = compare(save(model, tmp_path), model, case, build=build_onnx)
     assert engine.core.scheduler.stats.num_cached_tokens > 0
     assert engine.core.scheduler.stats.num_preemptions > 0
+
+
+def test_a_step_may_have_more_tokens_than_the_model_has_positions(tmp_path: Path) -> None:
+    model = make_model("llama", max_position_embeddings=48)
+    folder, prompts = save(model, tmp_path), prompts_of(30, 25, 31)
+    assert onnx_engine(folder, budget=128).generate(prompts, 6) == Engine(folder, budget=128).generate(prompts, 6)
+
+
+def test_on_a_card_a_graph_begins_when_torch_has_made_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: calls.append("torch is done"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    session: Any = SimpleNamespace(
+        io_binding=lambda: None, run_with_iobinding=lambda io: calls.append("the graph runs")
+    )
+    Binding(session, torch.device("cuda", 0)).run()
+    assert calls == ["torch is done", "the graph runs"]
 
 
 def test_every_filter_and_penalty_draws_what_torch_draws(folder: Path) -> None:
@@ -316,6 +335,14 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mixture of experts.*torch") as refusal:
         onnx_engine(save(model_of(case.config, case.values), tmp_path))
     assert refusal.value.field == "engine.executor"
+
+
+def test_nothing_is_collected_for_its_makers(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    program = "import inferengine.executor.onnx, onnxruntime"
+    subprocess.run([sys.executable, "-c", program], env={**environment, **home}, check=True)
+    assert not list(tmp_path.rglob("*onnxruntime*"))
 
 
 def test_without_its_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

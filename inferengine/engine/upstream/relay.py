@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 MAX_NUM_SEQS = 512
 MAX_MODEL_LEN = 32_768  # used if neither the upstream nor the configuration names a length
+MOST_QUIET_READS = 65_536  # reads of a stream in a row that bring no output
 MOST_LOST = 3  # lost connections of one request before its first token, after which it is given up
 MOST_TEXT_TOKENS = 256  # most tokens here for one of an upstream that reports text alone: a long token's bytes
 LAYOUT_OF_ONE = -2  # minus the uid: layout number of a step with one token, so that it is the same each time
@@ -351,8 +352,18 @@ class UpstreamLoop:
         body = completion_body(sequence.request, server.model, server.abilities, self._tokenizer)
         reason: str | None = None
         stream = self._servers.stream(server, body)
+        num_tokens, num_quiet = -1, 0
+        silent_s = 0.0  # when the server will have been silent for too long
         try:
             async for events in stream:
+                # Comments and events without output keep a connection open, and are silence all the same.
+                if len(sequence.tokens) != num_tokens:
+                    num_tokens, num_quiet = len(sequence.tokens), 0
+                    silent_s = self._now() + self._config.upstream.read_timeout_s
+                else:
+                    num_quiet += 1
+                    if num_quiet > MOST_QUIET_READS or self._now() > silent_s:
+                        raise self._servers.says_nothing(server)
                 for event in events:
                     if event.error is not None:
                         raise self._servers.refusal_in_stream(server, event.error)

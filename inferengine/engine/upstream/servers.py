@@ -31,7 +31,7 @@ from inferengine.engine.upstream.completions import (
     error_of_status,
     status_of_event,
 )
-from inferengine.errors import ConfigError, InferEngineError
+from inferengine.errors import ConfigError, InferEngineError, Unreachable
 from inferengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Servers:
                 break
             if time.monotonic() > end:
                 names = ", ".join(server.name for server in self.servers)
-                raise ConfigError("upstream.url", f"no answer from {names} in {self._config.start_timeout_s:g} s")
+                raise Unreachable("upstream.url", f"no answer from {names} in {self._config.start_timeout_s:g} s")
             await asyncio.sleep(LOOK_S)
         self._looker = asyncio.create_task(self._keep_looking())
 
@@ -186,7 +186,8 @@ class Servers:
     async def stream(self, server: Server, body: dict[str, Any]) -> AsyncIterator[list[CompletionEvent]]:
         """Send a completion and yield lists of the events that have arrived. Raises UpstreamFailed.
 
-        Closing the generator closes the connection, which tells the upstream to stop generating.
+        A list may be empty: comments have arrived, or part of an event. Closing the generator closes the connection,
+        which tells the upstream to stop generating.
         """
         server.num_in_flight += 1
         server.num_requests += 1
@@ -197,11 +198,9 @@ class Servers:
                 if answer.status != 200:
                     wait = answer.headers.get("Retry-After")
                     raise self._refusal(server, answer.status, await answer.content.read(65536), wait)
-                while (
-                    data := await answer.content.readany()
-                ):  # `iter_any` would cost two more coroutines for each token
-                    if events := list(reader.push(data)):
-                        yield events
+                # `iter_any` would cost two more coroutines for each token.
+                while data := await answer.content.readany():
+                    yield list(reader.push(data))
                     if reader.is_done or reader.has_reason:
                         break
                 if reader.has_reason and not reader.is_done:
@@ -271,6 +270,13 @@ class Servers:
                 await session.close()
         if self._child is not None:
             await asyncio.to_thread(self._child.stop)
+
+    def says_nothing(self, server: Server) -> UpstreamFailed:
+        """Return the failure for a stream that goes on without output."""
+        server.num_failures += 1
+        logger.warning("upstream %s: a stream without output", server.name)
+        refusal = InferEngineError("engine_unavailable", "The upstream sent no output.", retry_after_s=1.0)
+        return UpstreamFailed(refusal, elsewhere=True, lost=True)
 
     def refusal_in_stream(self, server: Server, error: Any) -> UpstreamFailed:
         """Return the failure for an error event within a stream.

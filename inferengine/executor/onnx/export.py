@@ -134,6 +134,7 @@ def require_supported(config: DecoderConfig) -> None:
         "layers of transformers": config.implementation != "native",
         "a mixture of experts": config.moe is not None,
         "attention sinks": config.sinks,
+        "latent attention": config.latent is not None,
     }
     for what, found in refused.items():
         if found:
@@ -507,7 +508,7 @@ def _body(model: Llama, config: DecoderConfig, found: Weights) -> onnx.ModelProt
     groups = [
         _key_group(graph, config, group, caches, positions, queries) for group in range(len(config.group_windows))
     ]
-    here = graph.reshape(positions, 1, -1)
+    here = graph.reshape(positions, -1, 1)
     factors = "" if config.query_scaling is None else _query_factors(graph, positions, *config.query_scaling)
     x = graph.scaled(graph.op("Gather", graph.weight(model.embed.weight), ids), config.embedding_scale)
     if model.unused_positions is not None:
@@ -573,7 +574,7 @@ class _Attend:
     ) -> None:
         self.graph, self.config, self.layer, self.cache = graph, config, layer, cache
         self.group, self.queries, self.answers = group, queries, answers
-        self.rotate: tuple[str, str, str] | None = None  # cosines, sines, positions [1, T]
+        self.rotate: tuple[str, str, str] | None = None  # cosines, sines, positions [T, 1]
         self.query_factors = ""  # [T, 1]
 
     def __call__(self, qkv: str, attention: Attention) -> str:
@@ -594,7 +595,8 @@ class _Attend:
             rotated = graph.op("Concat", query, key, axis=1)
         if self.rotate is not None:
             cos, sin, positions = self.rotate
-            rotated = graph.reshape(rotated, 1, -1, num_rotated * size)
+            # Each token is a sequence of one: ONNX Runtime refuses sequences of more tokens than there are positions.
+            rotated = graph.reshape(rotated, -1, 1, num_rotated * size)
             rotated = graph.op("RotaryEmbedding", rotated, cos, sin, positions, num_heads=num_rotated)
         rotated = graph.reshape(rotated, -1, num_rotated * size)
         query, key = graph.ops("Split", 2, rotated, graph.ints(num_heads * size, num_keys * size), axis=1)
@@ -635,6 +637,7 @@ def _layer(graph: Graph, config: DecoderConfig, layer: LlamaLayer, x: str, atten
         return graph.op("Add", x, graph.scaled(graph.norm(block, norm), config.residual_scale))
 
     attention = layer.attention
+    assert isinstance(attention, Attention)  # `require_supported` refused latents
     normed = graph.norm(x, layer.attention_norm)
     mixed = graph.linear(attend(graph.linear(normed, attention.qkv), attention), attention.out)
     if config.parallel:

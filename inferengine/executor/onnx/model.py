@@ -150,8 +150,8 @@ def without_drafts(columns: StepColumns) -> StepColumns:
 class Binding:
     """A session of one graph, with the addresses of its inputs and outputs."""
 
-    def __init__(self, session: onnxruntime.InferenceSession) -> None:
-        self._session, self._io = session, session.io_binding()
+    def __init__(self, session: onnxruntime.InferenceSession, device: torch.device) -> None:
+        self._session, self._io, self._device = session, session.io_binding(), device
 
     def input(self, name: str, tensor: torch.Tensor) -> None:
         """Bind an input to a tensor's memory, which must stay allocated until the next `run` has ended."""
@@ -162,7 +162,14 @@ class Binding:
         self._io.bind_output(name, *_address(tensor))
 
     def run(self) -> None:
-        """Run the graph."""
+        """Run the graph once torch has made its inputs, and return when it has ended.
+
+        ONNX Runtime has a stream of its own on a card, which does not wait for torch's. It would read inputs that torch
+        is still writing, and write to memory that torch has given away and is still copying from. (It takes another
+        stream by its address, and that of torch's default stream is 0: none.)
+        """
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         self._session.run_with_iobinding(self._io)
 
 
@@ -204,9 +211,10 @@ class OnnxModel(DecoderModel):
         super().__init__()
         self.config, self._device = export.config, settings.device
         sessions = {name: _session(export, name, settings) for name in GRAPHS}
-        self._body, self._head = Binding(sessions["body"]), Binding(sessions["head"])
+        bindings = {name: Binding(session, self._device) for name, session in sessions.items()}
+        self._body, self._head = bindings["body"], bindings["head"]
         self.embed, self.layers, self.head = export.model.embed, export.model.layers, export.model.head
-        self.norm = OnnxNorm(Binding(sessions["norm"]))
+        self.norm = OnnxNorm(bindings["norm"])
         self._attentions = [module for module in self.modules() if isinstance(module, Attention)]
         self._bound: list[torch.Tensor | None] = []  # the cache that the body reads and writes
         self._angles: list[torch.Tensor] = []
@@ -321,12 +329,10 @@ def _session(export: Export, name: str, settings: ExecutorSettings) -> onnxrunti
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     providers: list[tuple[str, dict[str, str]]] = [(PROVIDERS["cpu"], {})]
     if settings.device.type == "cuda":
-        stream = torch.cuda.current_stream(settings.device).cuda_stream
         on_card = {
             "device_id": str(settings.device.index or 0),
             "arena_extend_strategy": GROW,
             "use_tf32": "0",  # the default is 1, which keeps 10 bits of each factor's mantissa
-            "user_compute_stream": str(stream),  # torch's stream, so that a run begins after torch's earlier kernels
         }
         providers.insert(0, (PROVIDERS["cuda"], on_card))
     return onnxruntime.InferenceSession(str(export.graph(name)), options, providers=providers)

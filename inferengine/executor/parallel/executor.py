@@ -202,7 +202,12 @@ class ParallelAdapters:
     def add(self, adapter: Adapter) -> int:
         """Load an adapter on all ranks. Returns its number."""
         self._ranks.send(ADD_ADAPTER + adapter.name.encode())
-        return self._local.add(adapter)
+        try:
+            return self._local.add(adapter)
+        except InferEngineError:
+            raise
+        except Exception as error:  # the other ranks may have it: they are out of step
+            raise DeviceLost(f"rank 0 failed: {type(error).__name__}: {error}") from error
 
     def remove(self, number: int) -> None:
         """Remove an adapter from all ranks."""

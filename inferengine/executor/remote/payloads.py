@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from google.protobuf.message import DecodeError
 from google.protobuf.wrappers_pb2 import BytesValue
 
 from inferengine.core.executor import Capacity, StepPlan, StepResult, TokenLogprobs
@@ -26,6 +27,9 @@ CHANNEL_OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]
+MOST = 2**31 - 1  # largest size that a device may tell
+NO_MESSAGE = (ValueError, TypeError, LookupError, msgspec.MsgspecError, DecodeError)  # raised by reading what is none
+Size = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 COMPARED_FILES = ("config.json", "tokenizer.json")
 
 
@@ -51,13 +55,13 @@ def encode(*parts: Any) -> bytes:
 
 
 def decode(message: bytes) -> tuple[str, Sequence[msgspec.Raw]]:
-    """Return the kind of a message and its parts, which are still encoded. Raises ValueError."""
+    """Return the kind of a message and its parts, which are still encoded. Raises one of NO_MESSAGE."""
     kind, *parts = _read_message(BytesValue.FromString(message).value)
     return msgspec.msgpack.decode(kind, type=str), parts
 
 
 def decode_whole(message: bytes) -> Sequence[msgspec.Raw]:
-    """Return the parts of a message without a kind, still encoded. Raises ValueError."""
+    """Return the parts of a message without a kind, still encoded. Raises one of NO_MESSAGE."""
     return _read_message(BytesValue.FromString(message).value)
 
 
@@ -88,9 +92,39 @@ def read_result(part: msgspec.Raw) -> StepResult:
     )
 
 
+def check_result(result: StepResult, plan: StepPlan, vocab_size: int) -> None:
+    """Raise ValueError unless a result has tokens of the vocabulary for the rows of its plan, and names no others."""
+    num_rows, token_ids = len(plan.slots), result.token_ids
+    counts = result.num_emitted
+    if counts is None:
+        num_tokens = sum(plan.samples)
+    else:
+        num_tokens = sum(counts)
+        drafts = plan.num_drafts or [0] * num_rows
+        most = [1 + drafts[row] for row, samples in enumerate(plan.samples) if samples]
+        if len(counts) != len(most) or any(not 1 <= count <= top for count, top in zip(counts, most, strict=True)):
+            raise ValueError("numbers of tokens that its rows cannot have")
+    if len(token_ids) != num_tokens:
+        raise ValueError(f"{len(token_ids)} tokens for a step of {num_tokens}")
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        raise ValueError(f"a token outside the vocabulary of {vocab_size}")
+    for by_row in (result.logprobs, result.failed_rows, result.prompt_logprobs, result.embeddings):
+        if by_row and not (min(by_row) >= 0 and max(by_row) < num_rows):
+            raise ValueError(f"a row that a step of {num_rows} does not have")
+
+
 def read_capacity(value: Any) -> Capacity:
-    """Convert a Capacity. A field that a device of another version lacks gets its default."""
-    return msgspec.convert(value, Capacity)
+    """Convert a Capacity. A field that a device of another version lacks gets its default.
+
+    Raises ValidationError or ValueError for sizes that no device has: with none of something, requests would wait for
+    ever.
+    """
+    capacity = msgspec.convert(value, Capacity)
+    sizes = [capacity.block_size, capacity.max_num_seqs, capacity.max_num_batched_tokens, capacity.max_model_len]
+    sizes += [capacity.vocab_size, *(group.num_blocks for group in capacity.groups)]
+    if not capacity.groups or not all(1 <= size <= MOST for size in sizes):
+        raise ValueError("a capacity that no device has")
+    return capacity
 
 
 def model_fingerprint(folder: Path) -> str:

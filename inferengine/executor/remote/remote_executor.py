@@ -1,9 +1,9 @@
 """RemoteExecutor: a core.executor.Executor whose device is in another process or on another machine, over gRPC.
 
 The engine keeps the scheduler, the bookkeeping of the KV cache and all requests. The remote side has the slots, the
-blocks and the model. One stream carries plans to it and results back. When the stream breaks, or a step takes longer
-than `remote.step_timeout_s`, the device counts as lost: the engine ends, as with a local device, and is restarted. It
-then connects to the device again, which still has the model loaded.
+blocks and the model. One stream carries plans to it and results back. When the stream breaks, brings what is no result
+of its step, or a step takes longer than `remote.step_timeout_s`, the device counts as lost: the engine ends, as with a
+local device, and is restarted. It then connects to the device again, which still has the model loaded.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from inferengine.config import Config
 from inferengine.config.model_path import model_folder
 from inferengine.core.executor import Capacity, DeviceLost, Progress, StepPlan, StepResult
 from inferengine.core.step_time import DevicePeaks, ModelWork, Roofline
-from inferengine.errors import ConfigError
+from inferengine.errors import ConfigError, Unreachable
 from inferengine.executor.remote import payloads
 
 CLOSE_S = 2.0
+MOST_TEXT = 500  # characters of a device's error that are kept
 
 
 class RemoteStepFailed(RuntimeError):
@@ -81,7 +82,8 @@ class RemoteExecutor:
         self._channel = open_channel(config)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._open: deque[Future[StepResult]] = deque()
+        self._open: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+        self._vocab_size = 0
         self._lost: DeviceLost | None = None
         self._on_lost: Callable[[BaseException], None] = lambda error: None
         self._call: Any = None
@@ -102,24 +104,44 @@ class RemoteExecutor:
     # -- lifecycle ---------------------------------------------------------------------------------------------------
 
     def load(self, progress: Progress) -> Capacity:
-        """Connect to the device and load its model. Raises ConfigError if it is unreachable or has another model."""
+        """Connect to the device and load its model.
+
+        Raises Unreachable if it does not answer, ConfigError if it has another model, DeviceLost if it answers what no
+        device of this version does.
+        """
         progress("waiting for the remote device", 0.0)
         remote = self._config.remote
         try:
             grpc.channel_ready_future(self._channel).result(remote.connect_timeout_s)
         except grpc.FutureTimeoutError:
-            message = f"no answer from {remote.address} in {remote.connect_timeout_s:g} s"
-            raise ConfigError("remote.address", message) from None
+            message = (
+                f"no answer from {remote.address} in {remote.connect_timeout_s:g} s: is the device there, and have "
+                "both sides certificates of each other's authority (remote.tls_*), or neither?"
+            )
+            raise Unreachable("remote.address", message) from None
         asked = {"model": payloads.model_fingerprint(Path(model_folder(self._config)))}
         parts = self._follow("Load", payloads.encode(asked), progress)
-        found = payloads.plain(parts[0], dict[str, Any])
-        self.max_in_flight = int(found["max_in_flight"])
+        try:
+            return self._read_description(payloads.plain(parts[0], dict[str, Any]))
+        except payloads.NO_MESSAGE as error:
+            raise self._no_device("Load", error) from None
+
+    def _read_description(self, found: dict[str, Any]) -> Capacity:
+        """Keep what the device says of itself. Raises one of NO_MESSAGE."""
+        capacity = payloads.read_capacity(found["capacity"])
+        self.max_in_flight = msgspec.convert(found["max_in_flight"], payloads.Size)
         self.dtype, self.implementation = str(found["dtype"]), str(found.get("implementation", ""))
         self.device = RemoteDevice(str(found["device"]))
         if found.get("roofline") is not None:
             work, peaks = msgspec.convert(found["roofline"], tuple[ModelWork, DevicePeaks])
             self._roofline = Roofline(work, peaks)
-        return payloads.read_capacity(found["capacity"])
+        self._vocab_size = capacity.vocab_size
+        return capacity
+
+    def _no_device(self, method: str, error: BaseException) -> DeviceLost:
+        reason = f"{type(error).__name__}: {error}"[:MOST_TEXT]
+        address = self._config.remote.address
+        return DeviceLost(f"{address} answers {method} as no device of this version does ({reason}): compare versions")
 
     def warm_up(self, progress: Progress) -> None:
         """Warm the device up, then open the stream of steps. Raises DeviceLost if another engine uses the device."""
@@ -127,9 +149,13 @@ class RemoteExecutor:
         steps = self._channel.stream_stream(f"/{payloads.SERVICE}/Steps")
         self._call = steps(iter(self._outbox.get, None))
         try:
-            next(self._call)
+            kind, _ = payloads.decode(next(self._call))
+            if kind != "ready":
+                raise ValueError(f"it says {kind!r:.40}")
         except grpc.RpcError as error:
             raise _refusal(error, self._config) from None
+        except (StopIteration, *payloads.NO_MESSAGE) as error:
+            raise self._no_device("Steps", error) from None
         threading.Thread(target=self._read, name="inferengine-remote", daemon=True).start()
 
     def flush(self) -> None:
@@ -152,7 +178,7 @@ class RemoteExecutor:
         with self._lock:
             if self._lost is not None:
                 raise self._lost
-            self._open.append(future)
+            self._open.append((plan, future))
         self._outbox.put(payloads.encode_step(plan))
         return RemoteStep(plan.step, future, self._outbox.put, self._config.remote.step_timeout_s)
 
@@ -161,18 +187,17 @@ class RemoteExecutor:
         reason = "the remote device ended the stream"
         try:
             for message in self._call:
-                kind, parts = payloads.decode(message)
-                future = self._open.popleft()
-                if kind == "result":
-                    future.set_result(payloads.read_result(parts[0]))
+                plan, future = self._open[0]  # it stays there until its message has proved to be one
+                outcome = self._outcome(plan, message)
+                self._open.popleft()
+                if isinstance(outcome, StepResult):
+                    future.set_result(outcome)
                 else:
-                    name, text, is_lost = (payloads.plain(part) for part in parts)
-                    error = DeviceLost if is_lost else RemoteStepFailed
-                    future.set_exception(error(f"on the remote device: {name}: {text}"))
+                    future.set_exception(outcome)
         except grpc.RpcError as error:
             reason = f"the remote device is gone: {error.code().name}: {error.details()}"
-        except (ValueError, LookupError, msgspec.MsgspecError) as error:
-            reason = f"the remote device sent what is no result: {error}"
+        except Exception as error:  # a thread that ended without a word would leave its steps waiting
+            reason = f"the remote device sent what is no result: {type(error).__name__}: {error}"[:MOST_TEXT]
         if self._closing:
             return
         lost = DeviceLost(reason)
@@ -180,9 +205,22 @@ class RemoteExecutor:
             self._lost = lost
             open_steps = list(self._open)
             self._open.clear()
-        for future in open_steps:
+        for _, future in open_steps:
             future.set_exception(lost)
         self._on_lost(lost)
+
+    def _outcome(self, plan: StepPlan, message: bytes) -> StepResult | Exception:
+        """Return the result or the error of a step that a message of the device tells. Raises one of NO_MESSAGE."""
+        kind, parts = payloads.decode(message)
+        if kind == "result":
+            result = payloads.read_result(parts[0])
+            payloads.check_result(result, plan, self._vocab_size)
+            return result
+        if kind != "error":
+            raise ValueError(f"a message {kind!r:.40}")
+        name, text, is_lost = (payloads.plain(part) for part in parts)
+        error = DeviceLost if is_lost else RemoteStepFailed
+        return error(f"on the remote device: {name}: {text}"[:MOST_TEXT])
 
     def _follow(self, method: str, request: bytes, progress: Progress) -> Any:
         """Call a method that streams its progress. Returns the parts of its final message."""
@@ -196,6 +234,8 @@ class RemoteExecutor:
                     last = parts
         except grpc.RpcError as error:
             raise _refusal(error, self._config) from None
+        except payloads.NO_MESSAGE as error:
+            raise self._no_device(method, error) from None
         return last
 
 
