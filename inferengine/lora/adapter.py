@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import nn
 
 from inferengine.errors import InferEngineError
 from inferengine.layers.linear import Linear
 
+READABLE = (torch.float32, torch.float16, torch.bfloat16)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Patterns of modules are matched while nothing else runs: a repeated group may take exponential time.
+MOST_PATTERN, MOST_REPEATS = 500, 4
+REPEATS, REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
 MAGNITUDE = "magnitude_vector"
 NUMBER = re.compile(r"\.(\d+)\.")
 TENSOR = re.compile(
@@ -80,23 +85,18 @@ def read_adapter(
     places: dict[Place, dict[str, torch.Tensor]] = {}
     scalings: dict[Place, float] = {}
     saved = _Saved(config, name, model, targets)
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt", device="cpu") as stored:
-            for key in list(stored.keys()):
-                if saved.take(key, stored, dtype):
-                    continue
-                place, kind, stem = _place(key, name, model, targets)
-                if kind == MAGNITUDE and not config.get("use_dora"):
-                    raise _refused(name, f"the tensor {key} is unexpected: {CONFIG} has no use_dora")
-                tensor = stored.get_tensor(key)
-                rank, scalings[place] = sizes.of(stem)
-                _check_shape(tensor, kind, place, rank, model, name, key)
-                tensor = _held(tensor, kind, place, model)
-                if kind != MAGNITUDE:
-                    tensor = tensor.to(dtype)
-                places.setdefault(place, {})[kind] = tensor
-    except (OSError, SafetensorError):
-        raise _refused(name, f"{WEIGHTS} is missing or no whole safetensors file") from None
+    stored = _read_tensors(folder, name)
+    for key, tensor in sorted(stored.items()):
+        if saved.take(key, tensor, dtype):
+            continue
+        place, kind, stem = _place(key, name, model, targets)
+        if kind == MAGNITUDE and not config.get("use_dora"):
+            raise _refused(name, f"the tensor {key} is unexpected: {CONFIG} has no use_dora")
+        _check_type(tensor, name, key)
+        rank, scalings[place] = sizes.of(stem)
+        _check_shape(tensor, kind, place, rank, model, name, key)
+        held = _held(tensor, kind, place, model)
+        places.setdefault(place, {})[kind] = held if kind == MAGNITUDE else held.to(dtype)
     for place, found in places.items():
         if "A" not in found or "B" not in found:
             raise _refused(name, f"{place.linear} has one of lora_A and lora_B, not both")
@@ -140,7 +140,7 @@ class _Saved:
         known = ", ".join(name.rpartition(".")[2] for name in self._modules) or "none"
         raise _refused(self._name, f"modules_to_save has {listed[:60]!r}, which is not supported: {known} are")
 
-    def take(self, key: str, stored: Any, dtype: torch.dtype) -> bool:
+    def take(self, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         """Keep a tensor where it is such a weight. Returns whether it is."""
         match = WHOLE.fullmatch(key)
         stem = match.group(1) if match else ""
@@ -150,7 +150,8 @@ class _Saved:
         if any(isinstance(each, Linear) and each.held is not None for each in self._model.modules()):
             raise _refused(self._name, f"the tensor {key} is not supported with engine.tensor_parallel")
         embedding: Any = self._model.get_submodule(EMBEDDING)
-        tensor, wanted = stored.get_tensor(key), embedding.shape
+        wanted = embedding.shape
+        _check_type(tensor, self._name, key)
         if tuple(tensor.shape) != wanted:
             raise _refused(self._name, f"the tensor {key} has shape {list(tensor.shape)} where {list(wanted)} is due")
         self._found[module] = tensor.to(dtype)
@@ -187,6 +188,16 @@ class _Sizes:
         values = config.get(key) or {}
         if not isinstance(values, dict):
             raise _refused(self._name, f"{CONFIG}: {key} must be an object")
+        for pattern in values:
+            if (
+                len(pattern) > MOST_PATTERN
+                or REPEATED_GROUP.search(pattern)
+                or len(REPEATS.findall(pattern)) > MOST_REPEATS
+            ):
+                complaint = (
+                    f"{key} has {pattern[:60]!r}: at most {MOST_REPEATS} repeats are supported, and none of groups"
+                )
+                raise _refused(self._name, f"{CONFIG}: {complaint}")
         try:
             return {
                 re.compile(rf"(?:.*\.)?(?:{pattern})"): _positive(values, pattern, self._name) for pattern in values
@@ -233,9 +244,26 @@ def _place(key: str, name: str, model: nn.Module, targets: Mapping[str, Any]) ->
         module = model.get_submodule(linear)
     except AttributeError:
         module = None
+    if isinstance(module, Linear) and not module.takes_adapters:
+        what = "a matrix that attention takes apart (latent attention): adapt the other projections"
+        raise _refused(name, f"the tensor {key} adapts {what}")
     if not isinstance(module, Linear):
         raise _refused(name, f"the tensor {key} adapts what is no linear layer of this model, which is not supported")
     return Place(linear, target.part if len(module.parts) > 1 else None), match.group(2) or MAGNITUDE, stem
+
+
+def _read_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """Read the file as a whole. Were it mapped, a newer version written over it would change what is loaded, and a
+    shorter one would end the process."""
+    try:
+        return load((folder / WEIGHTS).read_bytes())
+    except (OSError, SafetensorError, LookupError, ValueError, TypeError):
+        raise _refused(name, f"{WEIGHTS} is missing or no whole safetensors file") from None
+
+
+def _check_type(tensor: torch.Tensor, name: str, key: str) -> None:
+    if tensor.dtype not in READABLE:
+        raise _refused(name, f"the tensor {key} is stored as {tensor.dtype}, which this engine does not read")
 
 
 def _linear(model: nn.Module, place: Place) -> Linear:

@@ -16,6 +16,7 @@ only load what the operator put there.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +33,8 @@ from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.linear import Linear
 from inferengine.layers.parallel import Communicator
 from inferengine.lora.adapter import CONFIG, EMBEDDING, HEAD, Adapter, Factors, Place, read_adapter
+
+logger = logging.getLogger(__name__)
 
 COLUMNS_AT_ONCE = 256  # of a weight, read while an adapter is loaded
 
@@ -102,20 +105,31 @@ class AdapterBank:
 
     def add(self, adapter: Adapter) -> int:
         """Add an adapter. Returns its number, which is never used again. An adapter of the same name may still be in
-        use under its own number."""
+        use under its own number. Where it fails, as without memory, the others are as before."""
         number, self._next = self._next, self._next + 1
         self.adapters[number] = adapter
-        for module, weight in adapter.whole.items():
-            self._whole[module][number] = weight.to(self.device)
-        self._restack({place.linear for place in adapter.factors})
+        try:
+            for module, weight in adapter.whole.items():
+                self._whole[module][number] = weight.to(self.device)
+            self._restack({place.linear for place in adapter.factors})
+        except BaseException:
+            self._forget(number)
+            raise
         return number
 
     def remove(self, number: int) -> None:
         """Remove an adapter that no sequence uses."""
-        adapter = self.adapters.pop(number)
+        adapter = self._forget(number)
+        try:
+            self._restack({place.linear for place in adapter.factors})
+        except (MemoryError, RuntimeError) as error:
+            # Stacking takes memory. The old stacks serve on: no row has this number, so its columns add zeros.
+            logger.warning("the memory of the adapter %s is not freed now: %s", adapter.name, error)
+
+    def _forget(self, number: int) -> Adapter:
         for weights in self._whole.values():
             weights.pop(number, None)
-        self._restack({place.linear for place in adapter.factors})
+        return self.adapters.pop(number)
 
     def admit(self, slot: int, adapter: int) -> None:
         """Set the adapter of a slot's new sequence (0: none). Raises InferEngineError when it was removed."""
@@ -261,10 +275,10 @@ class AdapterBank:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _restack(self, names: set[str]) -> None:
-        """Stack the factors of these layers anew. Layers with equal columns share one Columns."""
+        """Stack the factors of these layers anew, all of them or none. Layers with equal columns share one Columns."""
         known = {self._signature(stack.columns): stack.columns for stack in self._stacks.values()}
+        made: dict[str, Stack] = {}
         for name in sorted(names):  # all ranks in the same order
-            self._stacks.pop(name, None)
             parts = self._parts[name]
             downs, ups, adapters, scaling = [], [], [], []
             gains: dict[int, torch.Tensor] = {}
@@ -294,7 +308,10 @@ class AdapterBank:
             )
             columns = known.setdefault(self._signature(columns), columns)
             down, up = torch.cat(downs).to(self.device), torch.cat(ups, 1).to(self.device)
-            self._stacks[name] = Stack(down, up, columns, self._gains(name, gains))
+            made[name] = Stack(down, up, columns, self._gains(name, gains))
+        for name in names:
+            self._stacks.pop(name, None)
+        self._stacks.update(made)
 
     def _gains(self, name: str, gains: dict[int, torch.Tensor]) -> Gains | None:
         if not gains:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from inferengine.errors import ConfigError, InferEngineError
 from inferengine.kernels import ops
@@ -236,6 +238,13 @@ def test_an_adapter_beside_quantized_weights(llama: tuple[Any, Path], tmp_path: 
         ({"use_dora": True}, "has no lora_magnitude_vector, though use_dora is true"),
         ({"dora": True, "use_dora": False}, "lora_magnitude_vector is unexpected"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern has what is no regular expression"),
+        (
+            {"rank_pattern": {"(.+)+x": 4}},
+            "rank_pattern has '(.+)+x': at most 4 repeats are supported, and none of groups",
+        ),
+        ({"alpha_pattern": {"(?:[a-z.]+){2,}x": 4}}, "none of groups"),
+        ({"alpha_pattern": {".*" * 5: 4}}, "at most 4 repeats"),
+        ({"rank_pattern": {"x" * 501: 4}}, "rank_pattern has 'xxx"),
         ({"rank_pattern": {"q_proj": 65}}, "r = 65 is not supported: at most 64"),
         ({"rank_pattern": {"q_proj": 3}}, "has shape [4, 48] where [3, 48] is due"),
         ({"bias": "all"}, "bias = all is not supported"),
@@ -262,6 +271,65 @@ def test_what_is_not_supported_is_refused_by_name(
         make_engine(checkpoint, tmp_path / "adapters")
     assert message in error.value.message
     assert "odd" in error.value.message
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_numbers_of_a_type_that_is_not_read_are_refused(
+    dtype: torch.dtype, llama: tuple[Any, Path], tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "adapters" / "odd", llama[0], targets=("q_proj",))
+    path = tmp_path / "adapters" / "odd" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    key = min(tensors)
+    save_file({**tensors, key: tensors[key].to(dtype)}, path)
+    with pytest.raises(ConfigError) as error:
+        make_engine(llama[1], tmp_path / "adapters")
+    assert f"the tensor {key} is stored as {dtype}" in error.value.message
+
+
+def test_files_that_are_overwritten_change_nothing_before_they_are_loaded_again(
+    llama: tuple[Any, Path], tmp_path: Path
+) -> None:
+    model, checkpoint = llama
+    merged = write_adapter(tmp_path / "adapters" / "a", model, seed=1)
+    engine = make_engine(checkpoint, tmp_path / "adapters")
+    path = tmp_path / "adapters" / "a" / "adapter_model.safetensors"
+    with path.open("r+b") as file:  # as `cp` does
+        file.write(bytes(path.stat().st_size))
+    write_adapter(tmp_path / "adapters" / "b", model, seed=2)
+    engine.executor.adapters.add(engine.executor.adapters.read("b"))
+    (output,) = engine.generate([PROMPTS[0]], 12, adapter=1)
+    assert output == greedy_reference(merged, PROMPTS[0], output)
+
+
+def test_an_adapter_that_there_is_no_memory_for_leaves_the_others_as_they_were(
+    llama: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, checkpoint = llama
+    merged = write_adapter(tmp_path / "adapters" / "a", model, seed=1)
+    engine = make_engine(checkpoint, tmp_path / "adapters")
+    write_adapter(tmp_path / "adapters" / "b", model, seed=2)
+    adapters, adapter = engine.executor.adapters, engine.executor.adapters.read("b")
+    with monkeypatch.context() as patch:
+        calls = itertools.count()
+        cat = torch.cat
+        patch.setattr(torch, "cat", lambda *args: cat(*args) if next(calls) < 5 else no_memory())
+        with pytest.raises(MemoryError):
+            adapters.add(adapter)
+    assert adapters.names() == {"a": 1}
+    (output,) = engine.generate([PROMPTS[0]], 12, adapter=1)
+    assert output == greedy_reference(merged, PROMPTS[0], output)
+    with monkeypatch.context() as patch:
+        number = adapters.add(adapter)
+        patch.setattr(torch, "cat", lambda *args: no_memory())
+        adapters.remove(number)  # the memory is freed with the next one
+    assert adapters.names() == {"a": 1}
+    (again,) = engine.generate([PROMPTS[0]], 12, adapter=1)
+    assert again == output
+
+
+def no_memory() -> None:
+    raise MemoryError
 
 
 def test_an_adapter_for_another_model_names_the_tensor(llama: tuple[Any, Path], tmp_path: Path) -> None:

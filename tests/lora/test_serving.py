@@ -122,6 +122,26 @@ def test_what_runs_with_an_unloaded_adapter_runs_on(served: Served, peer: RawCli
     assert again == tokens[:12]
 
 
+def test_an_adapter_that_does_not_fit_is_refused_and_costs_nobody(
+    served: Served, peer: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_adapter(served.adapters / "large", served.models[""], seed=3)
+
+    def fails(adapter: object) -> int:
+        raise MemoryError
+
+    submit(peer, 1, "a", max_tokens=60)
+    peer.expect(Accept)
+    monkeypatch.setattr(served.engine.core.executor.adapters.bank, "add", fails)
+    refused = admin(peer, "load_adapter", name="large")
+    assert (refused.ok, refused.code) == (False, "engine_error")
+    assert "no memory for the adapter large" in refused.message
+    assert len(peer.collect({1}).tokens[1]) == 60
+    monkeypatch.undo()
+    assert admin(peer, "load_adapter", name="large").ok
+    assert admin(peer, "unload_adapter", name="large").ok
+
+
 def test_peers_are_told_which_adapters_there_are(served: Served) -> None:
     peer = RawClient(address_of(served.engine), greet=True)
     assert isinstance(peer.welcome, Welcome)

@@ -6,17 +6,20 @@ run with it run on, and its weights are removed when the last of them has ended.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from inferengine.core.executor import AdapterStore
+from inferengine.core.executor import AdapterStore, is_fatal
 from inferengine.engine.io.publisher import Publisher
 from inferengine.engine.loop import Loop
 from inferengine.errors import InferEngineError, InvalidRequest
 
 Reply = Callable[[Any], None]
+
+logger = logging.getLogger(__name__)
 
 
 class AdapterService:
@@ -110,6 +113,14 @@ class AdapterService:
             number = store.add(adapter)
         except InferEngineError as error:
             self._call(partial(self._end, name, None, error, reply))
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            logger.exception("the adapter %s cannot be loaded", name)
+            text = f"the adapter {name[:128]} cannot be loaded: the engine's log has the cause"
+            if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+                text = f"there is no memory for the adapter {name[:128]}: unload another one first"
+            self._call(partial(self._end, name, None, InferEngineError("engine_error", text, field="name"), reply))
         else:
             self._call(partial(self._end, name, number, None, reply))
 
