@@ -126,6 +126,10 @@ class DoesNotFit(ConfigError):
         return self.message
 
 
+class Unreachable(ConfigError):
+    """A server or device that the configuration names does not answer. It may be back later: exit code 1."""
+
+
 class ExitCode:
     """Exit codes of every command.
 

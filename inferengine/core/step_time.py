@@ -26,6 +26,7 @@ Pure: the caller says what a step held and how long it took.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from math import exp, frexp
 from typing import Any, NamedTuple
 
@@ -338,7 +339,13 @@ class _RequestFeatures(NamedTuple):
 
 def _features_of_request(request: Request) -> _RequestFeatures:
     prompts = "" if request.params.prompt_logprobs is None else "prompt_logprobs"
-    return _RequestFeatures(frozenset(_draw_features(request.params)), prompts, "adapter" if request.adapter else "")
+    return _shared(frozenset(_draw_features(request.params)), prompts, "adapter" if request.adapter else "")
+
+
+@cache
+def _shared(of_draws: frozenset[str], of_prompts: str, of_rows: str) -> _RequestFeatures:
+    """Make the features, one object for all requests that are alike: thousands are kept, of few kinds."""
+    return _RequestFeatures(of_draws, of_prompts, of_rows)
 
 
 def _draw_features(params: SamplingParams) -> set[str]:

@@ -21,7 +21,7 @@ from inferengine.config.model_path import weight_paths
 from inferengine.core.executor import Executor
 from inferengine.engine.model_info import ModelCard, read_model_card
 from inferengine.engine.service import EngineService
-from inferengine.errors import ConfigError, DoesNotFit, ExitCode, InferEngineError
+from inferengine.errors import ConfigError, DoesNotFit, ExitCode, InferEngineError, Unreachable
 from inferengine.observability import logging as logs
 from inferengine.process import stdio
 from inferengine.process.listen import AddressTaken
@@ -70,6 +70,8 @@ def exit_code_of(error: BaseException) -> int:
     """Which exit code an error while loading deserves."""
     if isinstance(error, DoesNotFit):
         return ExitCode.MEMORY
+    if isinstance(error, Unreachable):
+        return ExitCode.CRASH
     if isinstance(error, ConfigError):
         return ExitCode.MODEL if error.field == "model.path" else ExitCode.USAGE
     if type(error).__name__ in MEMORY_ERRORS:

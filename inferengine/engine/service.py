@@ -43,6 +43,7 @@ from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.engine.services.profiler import MakeRecorder
 from inferengine.errors import ExitCode, InferEngineError
 from inferengine.observability.tracing import Tracing, make_tracing
+from inferengine.process.listen import AddressTaken
 from inferengine.process.system import Notifier, Watchdog
 from inferengine.wire.messages import EPOCH_BYTES, READY, STOPPING, ModelInfo
 
@@ -155,7 +156,11 @@ class EngineService:
             return None
         from inferengine.engine.stats import MetricsServer  # an HTTP server and Prometheus' library
 
-        return MetricsServer(port, self.io.read_stats)
+        try:
+            return MetricsServer(port, self.io.read_stats)
+        except AddressTaken:
+            self.io.close(0.0)  # its sockets are bound already
+            raise
 
     # -- the loop's thread -------------------------------------------------------------------------------------------
 

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from inferengine.errors import ExitCode
 from inferengine.fleet.scaling import Load
 from inferengine.process.supervisor import LOST_RETRY_S, RestartPolicy, describe_exit
 
 SILENT_S = 2.0  # an engine whose host has not reported for so long is not listed for front ends
 LONGEST_REASON = 500  # characters
+OF_ITS_NODE = (ExitCode.USAGE, ExitCode.MODEL)  # files are missing there: an engine is placed anew
 
 
 class EngineState(Enum):
@@ -118,7 +120,7 @@ class Ledger:
             return
         decision = engine.policy.after_exit(code or 1, lifetime_s)
         engine.reason = f"{describe_exit(code)}: {status}"[:LONGEST_REASON]
-        if decision.delay_s is None:
+        if decision.delay_s is None or code in OF_ITS_NODE:
             engine.reason = f"{describe_exit(code)}: {decision.reason}; {status}"[:LONGEST_REASON]
             self._enter(engine, EngineState.FAILED, now)
         else:

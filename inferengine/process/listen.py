@@ -15,6 +15,7 @@ import stat
 from inferengine.config import listen_fds
 
 BACKLOG = 2048
+PROBE_S = 0.5
 # A peer that vanished without closing its connection (a phone in a tunnel, a dead router) is noticed after a minute.
 # Connections inherit these settings from their listener.
 SILENT_AFTER_S, PROBE_EVERY_S, PROBES = 30, 10, 3
@@ -61,7 +62,7 @@ def listen_tcp(host: str, port: int, key: str) -> socket.socket:
 def listen_unix(path: str) -> socket.socket:
     """Bind and listen on the unix socket `path`, replacing a stale one. Raises AddressTaken."""
     with contextlib.suppress(OSError):
-        if stat.S_ISSOCK(os.stat(path).st_mode) and not _answers(path):
+        if stat.S_ISSOCK(os.stat(path).st_mode) and not answers(path):
             os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -98,9 +99,17 @@ def _watch_peers(listener: socket.socket) -> None:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
 
 
-def _answers(path: str) -> bool:
+def answers(path: str) -> bool:
+    """Return whether a process listens on this unix socket; a file that a dead one has left does not count."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(path) == 0
+        probe.settimeout(PROBE_S)
+        try:
+            probe.connect(path)
+        except (BlockingIOError, TimeoutError):  # it is stopped, and has as many connections as may wait
+            return True
+        except OSError:
+            return False
+        return True
 
 
 def _sentence(error: OSError, host: str, port: int, key: str) -> str:

@@ -32,7 +32,7 @@ LOST_RETRY_S = 60.0  # between restarts of an engine that keeps failing while ot
 RETRY_S = 0.2  # between attempts to write output that waits for its reader
 STALLS_FORGOTTEN_S = 120.0  # after a run this long, stalls are counted from zero
 STALLS = (ExitCode.STALLED, ExitCode.FROZEN)
-FINAL_CODES = {  # exit codes that a restart would repeat
+FINAL_CODES = {  # exit codes that a restart would repeat, of a process that has not served yet
     ExitCode.USAGE: "the configuration or the command line is wrong",
     ExitCode.MODEL: "the model cannot be loaded",
     ExitCode.MEMORY: "the model does not fit into memory",
@@ -72,8 +72,8 @@ class RestartPolicy:
     """Decides whether and when to restart one child.
 
     The delay is short after a long run, and grows with consecutive short runs. After a stall the restart is immediate,
-    because clients wait for the engine; only repeated stalls have a delay. An engine that has served is restarted also
-    when its model does not fit into memory: another program may use the memory for a time.
+    because clients wait for the engine; only repeated stalls have a delay. A process that has served is restarted after
+    every code: another program may use the memory or the port for a time, or a file be half copied.
     """
 
     def __init__(self) -> None:
@@ -83,10 +83,8 @@ class RestartPolicy:
 
     def after_exit(self, code: int, lifetime_s: float) -> RestartDecision:
         """Return what to do. `code`: the exit code, or 128 + the signal's number. `lifetime_s`: seconds of the run."""
-        if code == ExitCode.MEMORY and self.has_served:
-            return RestartDecision(LONGEST_DELAY_S, code, "")
         if code in FINAL_CODES:
-            return RestartDecision(None, code, FINAL_CODES[code])
+            return RestartDecision(LONGEST_DELAY_S if self.has_served else None, code, FINAL_CODES[code])
         self.fast_failures = self.fast_failures + 1 if lifetime_s < FAST_FAILURE_S else 0
         if self.fast_failures >= MAX_FAST_FAILURES:
             return RestartDecision(
@@ -291,7 +289,7 @@ class Supervisor:
             self._on_drained(name)
             return
         decision = self._policies[name].after_exit(code, lifetime_s)
-        if decision.delay_s is None and self._others_serve(name):
+        if (decision.delay_s is None or code in FINAL_CODES) and self._others_serve(name):
             self._view.notice(
                 f"{name} ended with {describe_exit(code)}: {decision.reason}; the other engines go on, another try in "
                 f"{LOST_RETRY_S:g} s"
@@ -304,7 +302,8 @@ class Supervisor:
             self._stop()
             return
         when = f"in {decision.delay_s:g} s" if decision.delay_s else "now"
-        self._view.notice(f"{name} ended with {describe_exit(code)}; starting it again {when}")
+        why = f" ({decision.reason})" if decision.reason else ""
+        self._view.notice(f"{name} ended with {describe_exit(code)}{why}; starting it again {when}")
         self._restarts[name] = time.monotonic() + decision.delay_s
 
     def _on_drained(self, name: str) -> None:

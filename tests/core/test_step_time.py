@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -201,3 +202,14 @@ class TestFeatures:
         few, many = make_step([(0, 8)]), make_step([(0, 800)])
         far = make_step([(100_000, 8)])
         assert token_work(few.plan) < token_work(far.plan) < token_work(many.plan)
+
+
+def test_requests_that_are_alike_share_what_is_remembered_of_them() -> None:
+    """Features of thousands of requests are kept, of few kinds."""
+    known: dict[int, Any] = {}
+    for uid in range(100):
+        sampled = SamplingParams(temperature=1.0, top_p=0.5 + uid / 1000)
+        sequence = Sequence(Request(uid, [1, 1], sampled, max_tokens=8))
+        features_of(make_step([(0, 2)])._replace(rows=[sequence]), known)
+    assert len(known) == 100
+    assert len({id(features) for features in known.values()}) == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -16,7 +18,7 @@ from inferengine.core.executor import Capacity, Executor, Progress, StepPlan
 from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.process import exit_code_of
 from inferengine.engine.service import EngineService
-from inferengine.errors import ConfigError, ExitCode
+from inferengine.errors import ConfigError, ExitCode, Unreachable
 from inferengine.process.listen import AddressTaken
 from inferengine.process.system import Notifier, Watchdog
 from inferengine.simulation.simulated_executor import SimulatedExecutor
@@ -69,6 +71,19 @@ def start(folder: Path, executor: Executor, **arguments: object) -> EngineServic
     return service
 
 
+def server_after_a_free_port() -> socket.socket:
+    """Listen on a port such that the one before it is free."""
+    while True:
+        server = socket.create_server(("127.0.0.1", 0))
+        with socket.socket() as before:
+            try:
+                before.bind(("127.0.0.1", server.getsockname()[1] - 1))
+            except OSError:
+                server.close()
+            else:
+                return server
+
+
 class TestStarting:
     def test_the_wire_answers_and_shows_the_progress_while_the_model_loads(self, tmp_path: Path) -> None:
         gate = Gate()
@@ -106,6 +121,7 @@ class TestStarting:
         [
             (ConfigError("engine.device", "no"), ExitCode.USAGE),
             (ConfigError("model.path", "no"), ExitCode.MODEL),
+            (Unreachable("remote.address", "no"), ExitCode.CRASH),
             (MemoryError(), ExitCode.MEMORY),
             (FileNotFoundError(), ExitCode.MODEL),
             (ZeroDivisionError(), ExitCode.CRASH),
@@ -138,12 +154,62 @@ class TestAddresses:
         with run_service(wire={"socket": f"ipc://{tmp_path}/e.sock"}) as engine:
             assert engine.lifecycle.state == "READY"
 
+    def test_an_address_is_not_taken_from_an_engine_that_is_stopped(self, tmp_path: Path) -> None:
+        config = Config().with_values(wire={"socket": f"ipc://{tmp_path}/e.sock"})
+        with socket.socket(socket.AF_UNIX) as stopped, contextlib.ExitStack() as stack:
+            stopped.bind(str(tmp_path / "e.sock"))
+            stopped.listen(0)
+            for _ in range(4):  # more than may wait
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect_ex(str(tmp_path / "e.sock"))
+            with pytest.raises(AddressTaken, match="another engine"):
+                Endpoint(config)
+
+    def test_an_engine_that_ends_leaves_its_successor_s_socket_alone(self, tmp_path: Path) -> None:
+        config = Config().with_values(wire={"socket": f"ipc://{tmp_path}/e.sock"})
+        first, successors = Endpoint(config), []
+        destroy = first.context.destroy
+
+        def binds_again(linger: int | None = None) -> None:
+            destroy(linger=linger)  # may take as long as `linger`, after the names are free
+            successors.append(Endpoint(config))
+
+        with patch.object(first.context, "destroy", binds_again):
+            first.close(0)
+        assert (tmp_path / "e.sock").exists()
+        assert (tmp_path / "e.sock.status").exists()
+        successors[0].close(0)
+        assert not list(tmp_path.iterdir())
+
     def test_a_file_that_is_no_socket_is_not_removed(self, tmp_path: Path) -> None:
         precious = tmp_path / "e.sock"
         precious.write_text("of somebody")
         with pytest.raises(AddressTaken, match="is no socket"):
             Endpoint(Config().with_values(wire={"socket": f"ipc://{precious}"}))
         assert precious.read_text() == "of somebody"
+
+    @pytest.mark.parametrize(
+        ("at", "message"),
+        [
+            (0, r"tcp://127.0.0.1:\d+ cannot be bound \(Address already in use\): choose another wire.tcp"),
+            (1, r"tcp://127.0.0.1:\d+ for STATUS, beside tcp://127.0.0.1:\d+, cannot be .*: choose another wire.tcp"),
+        ],
+    )
+    def test_a_taken_port_is_named_by_its_key_and_leaves_no_files(self, at: int, message: str, tmp_path: Path) -> None:
+        with server_after_a_free_port() as other:
+            tcp = f"tcp://127.0.0.1:{other.getsockname()[1] - at}"
+            with pytest.raises(AddressTaken, match=message):
+                Endpoint(Config().with_values(wire={"socket": f"ipc://{tmp_path}/e.sock", "tcp": tcp}))
+        assert not list(tmp_path.iterdir())
+
+    def test_a_taken_port_of_metrics_leaves_no_files(self, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            taken = {"metrics_port": other.getsockname()[1]}
+            config = make_config(str(tmp_path), engine=taken)
+            with pytest.raises(AddressTaken, match=r"engine.metrics_port \d+ on 127.0.0.1 cannot be bound"):
+                EngineService(config, make_card(), Gate)
+        assert not list(tmp_path.glob("**/*.sock*"))
 
     def test_the_socket_is_not_for_everybody(self, tmp_path: Path) -> None:
         with run_service(wire={"socket": f"ipc://{tmp_path}/e.sock"}):
@@ -330,7 +396,8 @@ class TestAdmin:
             client, operator = connect(engine), connect(engine)
             for stream in range(1, 40):
                 client.submit(stream, max_tokens=1000)
-            client.expect(Step)
+            # Two connections have no order between them: a request that is still on its way would not be cancelled.
+            wait_until(lambda: engine.io.publisher.num_open == 39)
             operator.send(Admin("cancel_all", 1))
             assert operator.expect(AdminReply).ok
             assert {rows[0].reason for rows in client.collect(set(range(1, 40))).done.values()} == {"abort"}

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from inferengine.bench.environment import revision
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
 PYTEST = [
@@ -155,10 +157,9 @@ def main() -> int:
     for lane in lanes:
         lane.join()
     failed = [str(result["part"]) for result in runner.results if not result["passed"]]
-    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     if options.out is not None:
         document = {
-            "revision": revision.strip(),
+            "revision": revision(),
             "device": torch.cuda.get_device_name(),
             "cards": cards,
             "torch": torch.__version__,

@@ -52,6 +52,19 @@ def test_a_unix_socket_left_behind_is_replaced_and_a_living_one_is_not(tmp_path:
         listen_unix(path)
 
 
+def test_a_unix_socket_of_a_stopped_process_is_in_use_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+    path = str(tmp_path / "http.sock")
+    with socket.socket(socket.AF_UNIX) as stopped, contextlib.ExitStack() as stack:
+        stopped.bind(path)
+        stopped.listen(0)
+        for _ in range(4):  # more than may wait
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            waiting.connect_ex(path)
+        with pytest.raises(AddressTaken, match="is in use"):
+            listen_unix(path)
+
+
 def test_a_file_in_the_way_is_never_removed(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("text")

@@ -65,6 +65,18 @@ class TestReload:
         assert "nothing is changed" in caplog.text
         assert also == ["keys"]
 
+    @pytest.mark.parametrize("content", [b"[log", b"\xff", b"a = " + b"[" * 10_000, b"[http]\nport = " + b"9" * 10_000])
+    def test_a_file_of_any_bytes_changes_nothing(
+        self, content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        file = tmp_path / "service.toml"
+        file.write_bytes(content)
+        reload = Reload(Config(), lambda: load(file))
+        hang_up()
+        reload.run_if_due()
+        assert "service.toml is not valid TOML" in caplog.text
+        assert "nothing is changed" in caplog.text
+
     def test_only_a_signal_has_it_read_and_once(self) -> None:
         read: list[Config] = []
         reload = Reload(Config(), lambda: read.append(Config()) or read[0])  # type: ignore[func-returns-value]

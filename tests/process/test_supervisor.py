@@ -16,6 +16,7 @@ from inferengine.errors import ExitCode
 from inferengine.process.child import Child, ChildSpec, parse_notification
 from inferengine.process.supervisor import (
     FAST_FAILURE_S,
+    LONGEST_DELAY_S,
     MAX_FAST_FAILURES,
     STALLS_FORGOTTEN_S,
     RestartPolicy,
@@ -224,6 +225,15 @@ while True:
     )
     assert outcome.code == ExitCode.OK
     assert RestartPolicy().after_exit(ExitCode.MEMORY, 5.0).delay_s is None
+
+
+@pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.MODEL, ExitCode.MEMORY, ExitCode.ADDRESS])
+def test_what_was_right_before_is_waited_for(code: int) -> None:
+    """Another program has the memory for a time, or a file is half copied. A first start is not repeated."""
+    policy = RestartPolicy()
+    assert policy.after_exit(code, 5.0).delay_s is None
+    policy.has_served = True
+    assert [policy.after_exit(code, 5.0).delay_s for _ in range(20)] == [LONGEST_DELAY_S] * 20
 
 
 def test_an_engine_that_was_drained_by_an_operator_ends_the_service(tmp_path: Path) -> None:

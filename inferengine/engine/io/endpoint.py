@@ -22,7 +22,6 @@ import logging
 import os
 import select
 import socket
-import socket as plain_socket
 import stat
 import time
 from collections.abc import Collection, Iterator
@@ -35,7 +34,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from inferengine.config import Config, engine_address, unsafe_folder
 from inferengine.errors import ConfigError
-from inferengine.process.listen import AddressTaken
+from inferengine.process.listen import AddressTaken, answers
 from inferengine.wire import sockets
 from inferengine.wire.curve import answer, read_clients, read_pair
 
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 LONGEST_UNIX_PATH = 107  # bytes, sockaddr_un
 MAX_REFUSED_KEYS = 64  # refused keys that are logged, and remembered for that
 BIND_AGAIN_S = 2.0
-_PROBE_TIMEOUT_S = 0.5
 
 
 class Endpoint:
@@ -68,6 +66,7 @@ class Endpoint:
         self.events = self.pub  # that KV events are published on
         self.zap: zmq.Socket[bytes] | None = None
         self._refused_keys: set[bytes] = set()
+        self._bound: list[str] = []
         try:
             if own is not None:
                 self.zap = sockets.zap_handler(self.context)
@@ -75,19 +74,38 @@ class Endpoint:
                 if own is not None and _is_tcp(address):
                     sockets.require_curve(self.router, own)
                     sockets.require_curve(self.pub, own)
-                _bind(self.router, address)
-                _bind(self.pub, sockets.default_status_address(address))
+                key = "wire.tcp" if address != self.addresses[0] else "wire.socket"
+                self._bind(self.router, address, key)
+                self._bind(self.pub, sockets.default_status_address(address), key, f"for STATUS, beside {address}, ")
             if self.replay is not None and events_address:
                 self.events = sockets.engine_publisher(self.context)
-                _bind(self.events, events_address)
-                _bind(self.replay, sockets.replay_address_of_events(events_address))
+                key, replays = "cache.events_address", "for replayed KV events "
+                self._bind(self.events, events_address, key)
+                self._bind(self.replay, sockets.replay_address_of_events(events_address), key, replays)
             elif self.replay is not None:
                 if own is not None and _is_tcp(self.addresses[0]):
                     sockets.require_curve(self.replay, own)
-                _bind(self.replay, sockets.replay_address(self.addresses[0]))
+                address = sockets.replay_address(self.addresses[0])
+                self._bind(self.replay, address, "wire.socket", "for replayed KV events ")
         except AddressTaken:
-            self.context.destroy(linger=0)
+            self.close(0)
             raise
+
+    def _bind(self, socket: zmq.Socket[bytes], address: str, key: str, purpose: str = "") -> None:
+        """Bind and remember an address. `key`: the configuration's, for the message; `purpose`: of an address that
+        follows from it. Raises AddressTaken."""
+        path = address.removeprefix("ipc://")
+        if path != address and answers(path):  # ZeroMQ would take the name away from the engine that has it
+            raise AddressTaken(f"another engine serves {address}: stop it, or set engine.name or wire.socket")
+        if path != address and os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise AddressTaken(f"{path} is no socket, and would be lost: choose another {key}")  # ZeroMQ removes it
+        try:
+            with _private_files():
+                socket.bind(address)
+        except zmq.ZMQError as error:
+            reason = os.strerror(error.errno or 0)
+            raise AddressTaken(f"{address} {purpose}cannot be bound ({reason}): choose another {key}") from None
+        self._bound.append(address)
 
     def bind_again(self, schemes: Collection[str]) -> None:
         """End all connections of the ROUTER to its addresses of these schemes ("ipc", "tcp"). Raises AddressTaken."""
@@ -124,14 +142,17 @@ class Endpoint:
         logger.warning("a client's CURVE key is not in wire.curve_clients_file", extra={"fields": where})
 
     def close(self, linger_ms: int) -> None:
-        """Close all sockets. What has not been sent after `linger_ms` is lost."""
+        """Close all sockets. What has not been sent after `linger_ms` is lost.
+
+        The files of unix sockets are removed first: once the sockets are closed, another engine may bind the same
+        names, and its files must stay.
+        """
+        for address in self._bound:
+            if address.startswith("ipc://"):
+                with contextlib.suppress(OSError):
+                    os.unlink(address.removeprefix("ipc://"))
         self.router.disable_monitor()  # before its other end is closed: libzmq would wait for that for ever
         self.context.destroy(linger=linger_ms)
-        for address in self.addresses:
-            for bound in (address, sockets.default_status_address(address), sockets.replay_address(address)):
-                if bound.startswith("ipc://"):
-                    with contextlib.suppress(OSError):
-                        os.unlink(bound.removeprefix("ipc://"))
 
 
 def _is_tcp(address: str) -> bool:
@@ -181,19 +202,6 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _bind(socket: zmq.Socket[bytes], address: str) -> None:
-    path = address.removeprefix("ipc://")
-    if path != address and _answers(path):  # ZeroMQ would take the name away from the engine that has it
-        raise AddressTaken(f"another engine serves {address}: stop it, or set engine.name or wire.socket")
-    if path != address and os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise AddressTaken(f"{path} is no socket, and would be lost: choose another wire.socket")  # ZeroMQ removes it
-    try:
-        with _private_files():
-            socket.bind(address)
-    except zmq.ZMQError as error:
-        raise AddressTaken(f"{address} cannot be bound ({error.strerror}): choose another wire.socket") from None
-
-
 def _bind_again(socket: zmq.Socket[bytes], address: str) -> None:
     """An address that was unbound a moment ago. libzmq closes it in another thread."""
     end_s = time.monotonic() + BIND_AGAIN_S
@@ -206,17 +214,6 @@ def _bind_again(socket: zmq.Socket[bytes], address: str) -> None:
             if time.monotonic() > end_s:
                 raise AddressTaken(f"{address} cannot be bound again ({error.strerror})") from None
         time.sleep(0.001)
-
-
-def _answers(path: str) -> bool:
-    """Whether somebody listens on this unix socket; a file left by a dead engine does not count."""
-    with plain_socket.socket(plain_socket.AF_UNIX) as probe:
-        probe.settimeout(_PROBE_TIMEOUT_S)
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-        return True
 
 
 @contextlib.contextmanager
