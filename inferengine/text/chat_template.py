@@ -84,7 +84,8 @@ class ChatTemplate:
             return cls(content.decode(errors="replace"), special_tokens)
         source = read_json(files, "tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
-            source = {item["name"]: item["template"] for item in source}.get("default")
+            named = [item for item in source if isinstance(item, dict) and item.get("name") == "default"]
+            source = named[-1].get("template") if named else None
         return cls(source, special_tokens) if isinstance(source, str) else None
 
     def render(

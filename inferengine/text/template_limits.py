@@ -14,7 +14,8 @@ from typing import Any
 import jinja2
 import jinja2.nodes
 
-MOST_CHARACTERS = 8_000_000  # of a text, and entries of a list
+MOST_CHARACTERS = 8_000_000  # of a text
+MOST_ENTRIES = 1_000_000  # of a list
 MOST_BITS = 1 << 16  # of a product of whole numbers
 WIDEST = 100_000  # field of a format
 MOST_INDENT = 100  # of JSON
@@ -38,9 +39,9 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
             raise TooLarge("computes a product that is too large")
         for sized, times in ((left, right), (right, left)):
             if isinstance(sized, str | list | tuple) and isinstance(times, int):
-                _check_size(len(sized) * times, "repeats a value too often")
+                _check_size(len(sized) * times, "repeats a value too often", _most(sized))
     if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-        _check_size(len(left) + len(right))
+        _check_size(len(left) + len(right), most=_most(left))
     if operator == "%" and isinstance(left, str):
         values = right.values() if isinstance(right, Mapping) else right if isinstance(right, tuple) else (right,)
         _check_percent(left, list(values))
@@ -90,7 +91,7 @@ def _check_filter(name: str, value: Any, given: list[Any]) -> None:
     if name == "tojson" and widest > MOST_INDENT:
         raise TooLarge(f"indents JSON by more than {MOST_INDENT}")
     if name in ("batch", "slice", "center"):
-        _check_size(widest)
+        _check_size(widest, most=MOST_CHARACTERS if name == "center" else MOST_ENTRIES)
     elif name == "indent":
         width = max([widest, *(len(item) for item in given if isinstance(item, str))])
         _check_size(len(text) + (text.count("\n") + 1) * width)
@@ -137,6 +138,10 @@ def _numbers(values: list[Any]) -> list[int]:
     return [abs(item) for item in values if isinstance(item, int)]
 
 
-def _check_size(size: int, message: str = "makes a text or list that is too long") -> None:
-    if size > MOST_CHARACTERS:
+def _most(value: str | list[Any] | tuple[Any, ...]) -> int:
+    return MOST_CHARACTERS if isinstance(value, str) else MOST_ENTRIES
+
+
+def _check_size(size: int, message: str = "makes a text or list that is too long", most: int = MOST_CHARACTERS) -> None:
+    if size > most:
         raise TooLarge(message)

@@ -249,7 +249,7 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
         return {}
     try:
         document = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InferEngineError("engine_error", f"{name} of the model is not valid JSON") from None
     if not isinstance(document, dict):
         raise InferEngineError("engine_error", f"{name} of the model does not hold a JSON object")
@@ -295,7 +295,9 @@ class Tokenizer:
             raise InferEngineError("engine_error", "the model has no tokenizer.json")
         try:
             fast = FastTokenizer.from_buffer(content)
-        except Exception:  # the library raises plain Exception
+        except BaseException as error:  # the library raises plain Exception, and PanicException where Rust panics
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise InferEngineError("engine_error", "tokenizer.json of the model cannot be read") from None
         return cls(fast, special_token_strings(files), fingerprint(files))
 

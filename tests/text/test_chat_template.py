@@ -173,7 +173,7 @@ def test_a_content_of_several_parts_is_one_part_to_a_template_that_reads_parts()
 
 def test_the_template_is_found_where_checkpoints_keep_it() -> None:
     config = json.dumps({"chat_template": "config", "bos_token": "<s>"}).encode()
-    by_name = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "named {{bos_token}}"}]
+    by_name = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "named {{bos_token}}"}, {}, 5]
     named = json.dumps({"chat_template": by_name, "bos_token": "<s>"}).encode()
     for files, expected in (
         ({"tokenizer_config.json": config}, "config"),

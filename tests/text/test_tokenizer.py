@@ -17,6 +17,26 @@ def test_text_survives_encode_and_decode(byte_exact_tokenizer: Tokenizer) -> Non
     assert byte_exact_tokenizer.decode(byte_exact_tokenizer.encode(text)) == text
 
 
+def broken(**model: object) -> bytes:
+    document = json.loads(byte_level().to_str())
+    return json.dumps({**document, "model": {**document["model"], **model}}).encode()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer.json": b"{"},
+        {"tokenizer.json": broken(continuing_subword_prefix="longer than a merge")},  # the library panics
+        {"tokenizer.json": broken(), "tokenizer_config.json": b"[" * 100_000},
+        {"tokenizer.json": broken(), "tokenizer_config.json": b"[]"},
+    ],
+    ids=["no JSON", "panic", "nested", "no object"],
+)
+def test_files_that_cannot_be_used_are_refused_by_name(files: dict[str, bytes]) -> None:
+    with pytest.raises(InferEngineError, match=rf"{list(files)[-1]} of the model"):
+        Tokenizer.from_files(files)
+
+
 def test_special_tokens_are_read_as_string_or_object(tokenizer: Tokenizer) -> None:
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
