@@ -62,6 +62,7 @@ COMMANDS = {
     "bench fragmentation": Entry("what blocks of several sizes waste", "bench", "fragmentation"),
     "bench ladder": Entry("five workloads, and what each optimisation gives them", "bench", "ladder"),
     "bench sanity": Entry("ask a server what has one right answer", "bench", "sanity"),
+    "bench features": Entry("what sampling features and grammars cost, on one server or two", "bench", "features"),
     "bench paired": Entry("two servers in turn, their ratio, and a gate as exit code", "bench", "paired"),
     "evidence": Entry("run what this machine can, and compare the documents' figures", "bench", "evidence"),
     "profile": Entry("record steps of a running engine: a Chrome trace and where the time goes", "profile", "run"),

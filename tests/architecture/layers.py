@@ -80,6 +80,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "inferengine.cli": (
         *FOUNDATION,
         "inferengine.cli.check",
+        "inferengine.cli.plan_memory",
         "inferengine.process",
         "inferengine.fleet",
         "inferengine.client",
