@@ -15,18 +15,23 @@ docs/evidence/index.md, their list, and corrects the numbers before comments.
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inferengine.bench.environment import ROOT, git
+from inferengine.bench.environment import ROOT, git, revision
 from inferengine.config.environment import variables
 from inferengine.errors import InferEngineError
 
@@ -47,6 +52,7 @@ NOT_RECORDED = "not recorded"
 OLD_COMMITS = 100  # of the code, since a result was measured
 CODE = ("inferengine", "frontends")
 START_S = 180.0
+END_S = 20.0  # for a run to clean up after its limit
 
 
 @contextmanager
@@ -292,13 +298,21 @@ def write_documents() -> None:
 
 
 class Run(NamedTuple):
-    """A command that makes one result. `service`: flags of the `inferengine up` that it needs at `{url}`; None: none.
-    `{json}` and `{plots}` in the command stand for where it writes."""
+    """A command that makes one result: a module, or a file of scripts/, and its arguments. `{json}` and `{plots}` stand
+    for where it writes, `{url}` for a server of ours.
+
+    `service`: flags of the `inferengine up` at `{url}`; None: none. `packages`: what has to be installed for it.
+    `limit_s`: it is ended after this long. `is_timed`: others would disturb its figures, so it runs alone; one that
+    only passes or fails runs beside others of its kind.
+    """
 
     name: str
     command: str
     service: str | None = None
     needs_cuda: bool = False
+    packages: tuple[str, ...] = ()
+    limit_s: float = 1800.0
+    is_timed: bool = True
 
 
 LOAD = "--url {url} --input 32 --output 32 --plots {plots} --json {json}"
@@ -323,10 +337,69 @@ RUNS = (
     ),
     Run("ladder-http", 'inferengine.cli bench ladder --serve="--cache.num_blocks 512" --plots {plots} --json {json}'),
     Run("upstream", "benchmarks.upstream --cores 0 1 --rounds 5 --events 160 --json {json}"),
-    Run("kernels", "benchmarks.kernels --out {json}", needs_cuda=True),
-    Run("quantized", "benchmarks.quantized --json {json}", needs_cuda=True),
-    Run("ladder", "benchmarks.ladder --shape llama-3.1-8b --device cuda --json {json}", needs_cuda=True),
+    Run("kernels", "benchmarks.kernels --out {json}", needs_cuda=True, limit_s=600.0),
+    Run("quantized", "benchmarks.quantized --json {json}", needs_cuda=True, limit_s=600.0),
+    Run("ladder", "benchmarks.ladder --shape llama-3.1-8b --device cuda --json {json}", needs_cuda=True, limit_s=600.0),
+    Run(
+        "deepseek-v2-lite",
+        "benchmarks.offline --shape deepseek-v2-lite --batches 1 16 64 128 --output-tokens 48 --prefill 8x4096 "
+        "--temperature 1 --json {json}",
+        needs_cuda=True,
+        limit_s=150.0,
+    ),
+    Run(
+        "first-token",
+        "benchmarks.first_token --shape llama-3.1-8b --prompts 256 1024 --json {json}",
+        needs_cuda=True,
+        limit_s=180.0,
+    ),
+    Run(
+        "tuned",
+        "benchmarks.tuned --shapes llama-3.1-8b gpt-oss-20b qwen3-30b-a3b phi-3-mini gemma-2-9b --tables {folder} "
+        "--json {json}",
+        needs_cuda=True,
+        limit_s=900.0,
+    ),
+    Run(
+        "compare-loaded",
+        "inferengine.cli bench compare --model llama-3.1-8b --model gpt-oss-20b --model qwen3-0.6b --load-together "
+        "--json {json}",
+        needs_cuda=True,
+        packages=("vllm",),
+        limit_s=900.0,
+    ),
+    Run("test-gpu", "tests.gpu.run --total-seconds 520 --out {json}", needs_cuda=True, limit_s=540.0, is_timed=False),
+    Run(
+        "families",
+        "scripts/compare_families --device cuda --seeds 1 --json {json}",
+        needs_cuda=True,
+        limit_s=600.0,
+        is_timed=False,
+    ),
+    Run(
+        "families-onnx",
+        "scripts/compare_families --executor onnx --device cuda --seeds 1 --json {json}",
+        needs_cuda=True,
+        packages=("onnxruntime",),
+        limit_s=300.0,
+        is_timed=False,
+    ),
+    Run(
+        "soak",
+        "benchmarks.soak --hours 0.335 --device cuda --json {json}",
+        needs_cuda=True,
+        limit_s=1320.0,
+        is_timed=False,
+    ),
 )
+SIDE_BY_SIDE = 4  # runs that are not timed
+
+
+class RunsReport(NamedTuple):
+    """The names of the runs that failed, and of those that were not begun because too little time was left."""
+
+    failed: list[str]
+    left: list[str]
 
 
 def possible_runs(names: Sequence[str], devices: Sequence[str]) -> list[Run]:
@@ -338,32 +411,103 @@ def possible_runs(names: Sequence[str], devices: Sequence[str]) -> list[Run]:
     if unknown:
         known = ", ".join(run.name for run in RUNS)
         raise InferEngineError("invalid_request", f"--only: '{min(unknown)}' is none of {known}")
-    wanted = [run for run in RUNS if run.name in names or not names]
-    return [run for run in wanted if names or not run.needs_cuda or devices]
+    if names:
+        return [run for run in RUNS if run.name in names]
+    return [run for run in RUNS if (devices or not run.needs_cuda) and all(map(find_spec, run.packages))]
 
 
-def run_all(runs: Sequence[Run], machine: str, folder: Path, say: Callable[[str], None]) -> list[str]:
-    """Run these in turn, results to `folder` as NAME-MACHINE.json; return the names of those that failed."""
-    failed = []
+def run_all(
+    runs: Sequence[Run],
+    machine: str,
+    folder: Path,
+    say: Callable[[str], None],
+    *,
+    seconds: float = math.inf,
+    resume: bool = False,
+) -> RunsReport:
+    """Run these, results to `folder` as NAME-MACHINE.json: the timed ones in turn, then the others side by side.
+
+    `seconds`: begin none whose limit is beyond them; time for the longest that is not timed is kept. `resume`: skip
+    what has a result of this revision there.
+    """
+    end = time.monotonic() + seconds
+    outcome = RunsReport([], [])
     EVIDENCE.mkdir(parents=True, exist_ok=True)
-    for run in runs:
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {run.name for run in runs if resume and _is_there(folder / f"{run.name}-{machine}.json")}
+    for name in sorted(known):
+        say(f"{name}: has a result of this revision")
+    runs = [run for run in runs if run.name not in known]
+
+    def turn(run: Run, kept_s: float = 0.0) -> None:
+        left_s = end - time.monotonic() - kept_s
+        if run.limit_s > left_s:
+            say(f"{run.name}: not begun, it may take {run.limit_s:.0f} s and {max(0.0, left_s):.0f} s are left")
+            outcome.left.append(run.name)
+            return
+        say(f"{run.name}: begun, may take {run.limit_s:.0f} s")
         began = time.monotonic()
         try:
-            code = _run(run, folder / f"{run.name}-{machine}.json")
+            complaint = _run(run, folder / f"{run.name}-{machine}.json")
         except InferEngineError as error:
-            say(str(error))
-            code = -1
-        say(f"{run.name}: {'done' if code == 0 else f'exit code {code}'} after {time.monotonic() - began:.0f} s")
-        if code:
-            failed.append(run.name)
-    return failed
+            complaint = str(error)
+        say(f"{run.name}: {complaint or 'done'} after {time.monotonic() - began:.0f} s")
+        if complaint:
+            outcome.failed.append(run.name)
+
+    others = [run for run in runs if not run.is_timed]
+    for run in runs:
+        if run.is_timed:
+            turn(run, max((other.limit_s for other in others), default=0.0))
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as lanes:
+        list(lanes.map(turn, sorted(others, key=lambda run: -run.limit_s)))
+    return outcome
 
 
-def _run(run: Run, file: Path) -> int:
+def _is_there(file: Path) -> bool:
+    """Whether a file has a result of this code."""
+    try:
+        return bool(json.loads(file.read_text())["environment"]["revision"] == revision())
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _run(run: Run, file: Path) -> str:
+    """Return what went wrong; what it printed is in a log beside the result then."""
     with ExitStack() as stack:
         url = ""
         if run.service is not None:
             url = stack.enter_context(local_service(*shlex.split(run.service)))
-        words = [word.format(url=url, json=file, plots=EVIDENCE) for word in shlex.split(run.command)]
-        path = {**variables(), "PYTHONPATH": str(ROOT)}
-        return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=path, stdout=subprocess.DEVNULL).returncode
+        places = {"url": url, "json": file, "plots": EVIDENCE, "folder": file.with_suffix("")}
+        program, *words = (word.format(**places) for word in shlex.split(run.command))
+        command = [program] if program.startswith("scripts/") else ["-m", program]
+        log = file.with_suffix(".log")
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                [sys.executable, *command, *words],
+                cwd=ROOT,
+                env={**variables(), "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            code = child.wait(run.limit_s)
+        except subprocess.TimeoutExpired:
+            return f"ended, its limit was {run.limit_s:.0f} s"
+        finally:
+            _end(child)
+        if code == 0:
+            log.unlink()
+        return f"exit code {code}" if code else ""
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a process, which may clean up first, with what is left of its group."""
+    child.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(END_S)
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()

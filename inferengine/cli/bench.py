@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable
@@ -493,6 +494,8 @@ EVIDENCE = {
         Option("--write", "run nothing: write the list and the quoted figures from the results that are there"),
         Option("--only NAME", "runs of these names; none: all that this machine can", (), repeated=True),
         Option("--results FOLDER", "where results go; default: benchmarks/results of the checkout"),
+        Option("--seconds S", "begin no run that could take longer than what is left of these; 0: no limit", 0.0),
+        Option("--resume", "skip runs that have a result of this revision in the folder of results"),
         Option("--json", "print what failed and what is wrong as JSON"),
     ),
 }
@@ -503,12 +506,12 @@ def evidence(arguments: Arguments) -> int:
     """Run the benchmarks that this machine can, in a checkout, and write the results and docs/evidence.
 
     Numbers in documents that are followed by `<!-- figure: FILE PATH -->` are set to what the results say. The exit
-    code is 1 where a run failed, or where a figure has no source or another value.
+    code is 1 where a run failed or was not begun, or where a figure has no source or another value.
     """
     values = arguments.values
     if not evidence_files.RESULTS.is_dir():
         raise ConfigError("evidence", "needs a checkout: there is no benchmarks/results here")
-    failed: list[str] = []
+    outcome = evidence_files.RunsReport([], [])
     if not values["check"]:
         if not values["write"]:
             with GpuTrace() as gpus:
@@ -517,14 +520,21 @@ def evidence(arguments: Arguments) -> int:
             runs = evidence_files.possible_runs(values["only"], devices)
             folder = Path(values["results"] or evidence_files.RESULTS)
             stream = sys.stderr if values["json"] else sys.stdout
-            failed = evidence_files.run_all(runs, machine, folder, lambda text: print(text, file=stream, flush=True))
+            outcome = evidence_files.run_all(
+                runs,
+                machine,
+                folder,
+                lambda text: print(text, file=stream, flush=True),
+                seconds=values["seconds"] or math.inf,
+                resume=values["resume"],
+            )
         evidence_files.write_documents()
     wrong = evidence_files.problems()
     if values["json"]:
-        print(json.dumps({"failed": failed, "wrong": wrong}, indent=2))
+        print(json.dumps({**outcome._asdict(), "wrong": wrong}, indent=2))
     else:
         print("\n".join(wrong), end="\n" if wrong else "")
-    return ExitCode.CRASH if failed or wrong else ExitCode.OK
+    return ExitCode.CRASH if outcome.failed or outcome.left or wrong else ExitCode.OK
 
 
 class Progress:

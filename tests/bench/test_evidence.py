@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,20 +144,100 @@ def test_a_machine_runs_what_it_can_and_names_are_checked() -> None:
 
 
 @pytest.mark.parametrize("run", evidence.RUNS, ids=lambda run: run.name)
-def test_a_run_is_of_a_module_that_exists_and_writes_json(run: evidence.Run) -> None:
+def test_a_run_is_of_a_program_that_exists_and_writes_json(run: evidence.Run) -> None:
     words = shlex.split(run.command)
-    assert importlib.util.find_spec(words[0]) is not None
+    assert (environment.ROOT / words[0]).is_file() or importlib.util.find_spec(words[0]) is not None
     assert "{json}" in words
     assert ("{url}" in words) == (run.service is not None)
 
 
-def test_a_run_writes_its_result_and_a_failed_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "EVIDENCE", tmp_path / "plots")
-    said: list[str] = []
-    runs = [evidence.Run("s1", "inferengine.cli simulate s1 --json {json}"), evidence.Run("bad", "inferengine.cli no")]
-    assert evidence.run_all(runs, "cpu2", tmp_path, said.append) == ["bad"]
-    assert (tmp_path / "s1-cpu2.json").exists()
-    assert [line.partition(" after")[0] for line in said] == ["s1: done", "bad: exit code 2"]
+def test_a_run_whose_package_is_not_installed_is_left_out_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = (evidence.Run("here", "json.tool", packages=("json",)), evidence.Run("not", "x", packages=("no_such",)))
+    monkeypatch.setattr(evidence, "RUNS", runs)
+    assert [run.name for run in evidence.possible_runs([], [])] == ["here"]
+    assert [run.name for run in evidence.possible_runs(["not"], [])] == ["not"]
+
+
+class TestRunning:
+    """`evidence.run_all` on programs that are made for it, in a checkout of their own."""
+
+    @pytest.fixture(autouse=True)
+    def checkout(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setattr(evidence, "ROOT", tmp_path)
+        monkeypatch.setattr(evidence, "EVIDENCE", tmp_path / "plots")
+        (tmp_path / "scripts").mkdir()
+        (tmp_path / "out").mkdir()
+        return tmp_path
+
+    @pytest.fixture
+    def run(self, checkout: Path) -> Callable[..., tuple[evidence.RunsReport, list[str]]]:
+        def run(*runs: evidence.Run, **options: Any) -> tuple[evidence.RunsReport, list[str]]:
+            said: list[str] = []
+            outcome = evidence.run_all(runs, "cpu2", checkout / "out", said.append, **options)
+            return outcome, [line.partition(" after")[0] for line in said if ": begun" not in line]
+
+        return run
+
+    @staticmethod
+    def program(checkout: Path, name: str, text: str, **options: Any) -> evidence.Run:
+        header = "import os, pathlib, sys, time\njson = pathlib.Path(sys.argv[1])\n"
+        (checkout / "scripts" / name).write_text(header + text)
+        return evidence.Run(name, f"scripts/{name} {{json}}", **options)
+
+    def test_a_result_is_written_and_what_failed_is_named_and_leaves_a_log(self, checkout: Path, run: Any) -> None:
+        good = self.program(checkout, "good", "json.write_text('{}')")
+        bad = self.program(checkout, "bad", "sys.exit('no card')")
+        outcome, said = run(good, bad)
+        assert outcome == (["bad"], [])
+        assert said == ["good: done", "bad: exit code 1"]
+        assert (checkout / "out" / "good-cpu2.json").exists()
+        assert [path.name for path in checkout.glob("out/*.log")] == ["bad-cpu2.log"]
+        assert (checkout / "out" / "bad-cpu2.log").read_text() == "no card\n"
+
+    def test_a_run_is_ended_at_its_limit_with_what_it_started(self, checkout: Path, run: Any) -> None:
+        text = "import fcntl\nfile = json.open('w')\nfcntl.flock(file, fcntl.LOCK_EX)\nos.fork()\ntime.sleep(600)"
+        outcome, said = run(self.program(checkout, "endless", text, limit_s=1.0))
+        assert outcome == (["endless"], [])
+        assert said == ["endless: ended, its limit was 1 s"]
+        with (checkout / "out" / "endless-cpu2.json").open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # of the last process that holds it
+        assert (checkout / "out" / "endless-cpu2.log").exists()
+
+    def test_runs_that_are_not_timed_are_side_by_side_after_the_others(self, checkout: Path, run: Any) -> None:
+        text = (
+            "folder = json.parent\nassert (folder / 'timed-cpu2.json').exists()\njson.write_text('{}')\n"
+            "while len(list(folder.glob('side*.json'))) < 2: time.sleep(0.01)\n"
+        )
+        sides = [self.program(checkout, f"side{number}", text, is_timed=False, limit_s=60.0) for number in (1, 2)]
+        timed = self.program(checkout, "timed", "assert not list(json.parent.glob('*.json'))\njson.write_text('{}')")
+        assert run(*sides, timed)[0] == ([], [])
+
+    def test_none_begins_that_could_end_too_late(self, checkout: Path, run: Any) -> None:
+        text = "json.write_text('{}')"
+        runs = [
+            self.program(checkout, "long", text, limit_s=70.0),
+            self.program(checkout, "short", text, limit_s=30.0),
+            self.program(checkout, "side", text, limit_s=40.0, is_timed=False),
+        ]
+        outcome, said = run(*runs, seconds=100.0)
+        assert outcome == ([], ["long"])
+        assert said == ["long: not begun, it may take 70 s and 60 s are left", "short: done", "side: done"]
+
+    def test_resuming_skips_what_has_a_result_of_this_revision(
+        self, checkout: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(evidence, "revision", lambda: "abc")
+        runs = [self.program(checkout, name, "json.write_text('{}')") for name in ("this", "other", "broken", "none")]
+        for name, content in {"this": "abc", "other": "abd"}.items():
+            text = f'{{"environment": {{"revision": "{content}"}}}}'
+            (checkout / "out" / f"{name}-cpu2.json").write_text(text)
+        (checkout / "out" / "broken-cpu2.json").write_text("{")
+        assert run(*runs, resume=True)[1] == [
+            "this: has a result of this revision",
+            "other: done",
+            "broken: done",
+            "none: done",
+        ]
 
 
 def test_check_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ beside each other: two at a time on each card.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from inferengine.bench.environment import revision
+from inferengine.bench.environment import write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -159,14 +158,13 @@ def main() -> int:
     failed = [str(result["part"]) for result in runner.results if not result["passed"]]
     if options.out is not None:
         document = {
-            "revision": revision(),
-            "device": torch.cuda.get_device_name(),
-            "cards": cards,
-            "torch": torch.__version__,
+            "benchmark": "test_gpu",
+            "environment": {"devices": [torch.cuda.get_device_name(card) for card in range(cards)]},
+            "passed": not failed,
             "seconds": round(time.monotonic() - begin, 1),
             "parts": runner.results,
         }
-        options.out.write_text(json.dumps(document, indent=1))
+        write_result(options.out, document)
     what = f"{len(chosen)} parts in {time.monotonic() - begin:.0f} s on {cards} x {torch.cuda.get_device_name()}"
     print(f"FAIL: {', '.join(failed)} ({what})" if failed else f"PASS: {what}")
     return 1 if failed else 0
