@@ -149,6 +149,22 @@ def test_the_units_start_serve_restart_and_drain_under_a_real_systemd(machine: M
         assert machine.show(f"inferengine-{name}.service", "ExecMainStatus") == "0"
     assert time.monotonic() - began < 40  # nothing runs: nothing waited for the drain's deadline
 
+    engine_unit, drop_ins = "inferengine-engine.service", "/etc/systemd/system/inferengine-engine.service.d"
+    missing = "[Service]\\nEnvironment=INFERENGINE_MODEL_PATH=/var/lib/inferengine/none\\n"
+    machine.run("sh", "-c", f"mkdir -p {drop_ins} && printf '{missing}' > {drop_ins}/model.conf")
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "start", engine_unit, check=False)
+    machine.wait_for(lambda: machine.show(engine_unit, "ActiveState") == "failed")
+    assert (machine.show(engine_unit, "ExecMainStatus"), machine.show(engine_unit, "NRestarts")) == ("3", "0")
+    # The drop-in of docs/operations.md, with a shorter RestartSec.
+    again = "[Unit]\\nStartLimitIntervalSec=0\\n[Service]\\nRestartSec=1\\n"
+    again += "RestartPreventExitStatus=\\nRestartPreventExitStatus=2 203\\n"
+    machine.run("sh", "-c", f"printf '{again}' > {drop_ins}/again.conf && systemctl daemon-reload")
+    machine.run("systemctl", "start", "--no-block", engine_unit)
+    machine.wait_for(lambda: int(machine.show(engine_unit, "NRestarts")) >= 2)
+    machine.run("systemctl", "stop", engine_unit)
+    machine.run("rm", "-r", drop_ins)
+
     hidden = "mkdir -p /root/uv && cp /bin/true /root/uv/python && ln -s /root/uv/python /opt/python"
     machine.run("sh", "-c", f"{hidden} && sed -i s:{sys.executable}:/opt/python: /etc/systemd/system/*.service")
     machine.run("systemctl", "daemon-reload")
