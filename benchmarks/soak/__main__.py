@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -44,6 +45,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result here, with figures by the minute")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write SVG files here (needs matplotlib)")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     if options.storms is not None:
         mixed.raise_file_limit()
         found = storms.run(options.storms)

@@ -137,6 +137,23 @@ async def _rounds(part: str, port: int, pid: int, rounds: int) -> dict[str, Any]
     return kinds
 
 
+def _of_front_end(part: str, address: str, folder: Path, rounds: int) -> dict[str, Any]:
+    """Run all kinds against a front end, which is started for it."""
+    port = free_port()
+    flags = [
+        f"--{part}.port", str(port), f"--{part}.header_timeout_s", str(HEADER_TIMEOUT_S),
+        "--wire.socket", address, "--log.level", "error",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "inferengine.cli", part, *flags]
+    process = subprocess.Popen(command, stderr=(folder / f"{part}.log").open("wb"))
+    try:
+        _wait_answering(port)
+        return asyncio.run(_rounds(part, port, process.pid, rounds))
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
 def run(rounds: int) -> dict[str, Any]:
     """Run all kinds against both front ends, one after the other. Returns the result."""
     found: dict[str, Any] = {
@@ -146,20 +163,10 @@ def run(rounds: int) -> dict[str, Any]:
         address = f"ipc://{folder}/engine.sock"
         engine = multiprocessing.get_context("spawn").Process(target=run_engine, args=(address,), daemon=True)
         engine.start()
-        for part in KINDS:
-            port = free_port()
-            flags = [
-                f"--{part}.port", str(port), f"--{part}.header_timeout_s", str(HEADER_TIMEOUT_S),
-                "--wire.socket", address, "--log.level", "error",
-            ]  # fmt: skip
-            command = [sys.executable, "-m", "inferengine.cli", part, *flags]
-            process = subprocess.Popen(command, stderr=(Path(folder) / f"{part}.log").open("wb"))
-            try:
-                _wait_answering(port)
-                found[part] = asyncio.run(_rounds(part, port, process.pid, rounds))
-            finally:
-                process.terminate()
-                process.wait(30)
-        engine.kill()
-        engine.join()
+        try:
+            for part in KINDS:
+                found[part] = _of_front_end(part, address, Path(folder), rounds)
+        finally:
+            engine.kill()
+            engine.join()
     return found

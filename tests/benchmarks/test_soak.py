@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
+import signal
 import struct
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from benchmarks.soak.load import filling_prompts
 from benchmarks.soak.service import CLOCK_FOLDER, make_key
 from benchmarks.soak.verdict import WARM_UP_S, judge, theil_sen, verdicts
 from tests.core.builders import Run, make_capacity, make_request
+from tests.engine.builders import wait_until
 
 CASE = Case("sse", "sse", {"prompt": "x", "n": 2})
 ENDS = [{"index": 0, "text": "one", "finish_reason": "stop"}, {"index": 1, "text": "two", "finish_reason": "length"}]
@@ -218,3 +221,26 @@ def test_the_wall_clock_of_a_process_follows_the_file_and_its_monotonic_clock_do
     assert back == pytest.approx(7200.0, abs=60.0)
     assert back_ns == pytest.approx(7200.0, abs=60.0)
     assert passed < 60.0
+
+
+def test_storms_that_are_told_to_end_leave_no_process(tmp_path: Path) -> None:
+    log = tmp_path / "out"
+    command = [sys.executable, "-m", "benchmarks.soak", "--storms", "1"]
+    with log.open("w") as file:
+        storms = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+    front_end = b"inferengine.cli\0ws"
+    wait_until(lambda: any(front_end in words for words in commands_of_session(storms.pid)))
+    storms.terminate()
+    assert storms.wait(60) == 128 + signal.SIGTERM, log.read_text()
+    wait_until(lambda: not commands_of_session(storms.pid))
+
+
+def commands_of_session(session: int) -> list[bytes]:
+    """The command lines of the processes of a session that have not ended."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, _, of_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(of_session) == session and state != "Z":
+                found.append((entry / "cmdline").read_bytes())
+    return found
