@@ -28,7 +28,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from benchmarks.http_relay import WORDS, cpu_s, tokenizer_files, wait_ready
 from inferengine.bench.environment import write_result
 from inferengine.bench.gpu_trace import GpuTrace
-from inferengine.bench.load_generator import Reply, run
+from inferengine.bench.load_generator import LoadReply, run
 from inferengine.bench.load_options import LoadOptions, request_bodies
 from inferengine.config import Config
 from inferengine.core.executor import StepPlan
@@ -122,7 +122,7 @@ def measure(cost: str, loads: list[int], arguments: argparse.Namespace) -> list[
     return rows
 
 
-def summary(replies: list[Reply]) -> dict[str, Any]:
+def summary(replies: list[LoadReply]) -> dict[str, Any]:
     bad = [reply.error for reply in replies if not reply.is_good]
     first = [1e3 * (reply.event_s[0] - reply.started_s) for reply in replies if reply.event_s]
     gaps = [1e3 * (b - a) for reply in replies for a, b in zip(reply.event_s, reply.event_s[1:], strict=False)]

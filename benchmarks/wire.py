@@ -31,7 +31,7 @@ from inferengine.core.sequence import Finished
 from inferengine.engine.counters import Counters
 from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.io.engine_io import IOThread
-from inferengine.engine.io.publisher import Connection, Publisher, Submission
+from inferengine.engine.io.publisher import Connection, Publisher, SubmittedRequest
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire import messages, sockets
@@ -110,7 +110,7 @@ class Bench:
             self.add()
 
     def add(self) -> None:
-        submission = Submission(secrets.token_bytes(16), SamplingParams())
+        submission = SubmittedRequest(secrets.token_bytes(16), SamplingParams())
         uid, self.next_uid = self.next_uid, self.next_uid + 1
         peer = list(self.peers.values())[uid % len(self.peers)]
         self.publisher.register(submission)

@@ -105,7 +105,7 @@ class Options:
     resubmit: bool = True  # continue at another engine when this one is lost
 
 
-class Choice:
+class ChoiceOutput:
     """One output: reads its tokens and turns them into text."""
 
     def __init__(
@@ -204,7 +204,7 @@ class Choice:
         return Piece(text, token_ids, logprobs, self.num_tokens, error=error)
 
 
-class Generation:
+class RequestOutput:
     """The choices of one API call: `n` for each prompt, numbered over all prompts."""
 
     def __init__(
@@ -220,7 +220,7 @@ class Generation:
         self._names = {"grammar": options.grammar_field, "prompt": options.prompt_field}
         self.has_prediction = options.prediction_ids is not None
         self.submissions: list[Submission] = []
-        self.choices: list[Choice] = []
+        self.choices: list[ChoiceOutput] = []
         self.error: InferEngineError | None = None
         try:
             for prompt_ids in prompts:
@@ -247,7 +247,7 @@ class Generation:
                         min_tokens=params.min_tokens,
                         context_ids=prompt_ids[-CONTEXT_TOKENS:] if options.continues_prompt else (),
                     )
-                    self.choices.append(Choice(len(self.choices), prompt_ids, stream, text, self._names))
+                    self.choices.append(ChoiceOutput(len(self.choices), prompt_ids, stream, text, self._names))
         except BaseException:
             self.cancel()
             raise
@@ -280,16 +280,16 @@ class Generation:
         for choice in self.choices:
             await choice.settle()
 
-    async def merged(self) -> AsyncIterator[tuple[Choice, list[Piece]]]:
+    async def merged(self) -> AsyncIterator[tuple[ChoiceOutput, list[Piece]]]:
         """Yield the pieces of all choices, one for each token, in the order of their arrival."""
         if len(self.choices) == 1:
             choice = self.choices[0]
             async for pieces in choice.pieces(per_token=True):
                 yield choice, pieces
             return
-        arrived: asyncio.Queue[tuple[Choice, list[Piece]]] = asyncio.Queue()
+        arrived: asyncio.Queue[tuple[ChoiceOutput, list[Piece]]] = asyncio.Queue()
 
-        async def forward(choice: Choice) -> None:
+        async def forward(choice: ChoiceOutput) -> None:
             try:
                 async for pieces in choice.pieces(per_token=True):
                     arrived.put_nowait((choice, pieces))
@@ -339,7 +339,7 @@ class Generation:
 class Output:
     """The whole output of one choice."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: ChoiceOutput) -> None:
         self.choice = choice
         self.text = ""
         self.token_ids: list[int] = []

@@ -508,7 +508,7 @@ OFFER = (b"upgrade", b"http2-settings")  # headers of an offer to speak another 
 PROBE_PATHS = frozenset({"/health", "/ready", "/ping", "/load", "/metrics"})  # what monitoring requests
 
 
-class Server(uvicorn.Server):
+class FrontendServer(uvicorn.Server):
     """uvicorn's server for listening sockets, with its own way to accept and end connections."""
 
     def __init__(

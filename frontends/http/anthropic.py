@@ -7,7 +7,7 @@ events that build it up. Reference: Anthropic's API documentation, "Messages".
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -16,20 +16,18 @@ from starlette.responses import Response
 
 from frontends.common.chat import read_chat_prompt
 from frontends.common.errors import anthropic_error, rename_field, sentence
-from frontends.common.generation import Choice, Generation, Output, Piece, Usage, draft_token_counts
+from frontends.common.generation import ChoiceOutput, Output, Piece, RequestOutput, Usage, draft_token_counts
 from frontends.common.json import event, read_fields, read_flag
 from frontends.http.bodies import SAMPLING, MessagesFields, MessagesPromptFields, check_model, read_json
 from frontends.http.openai.completions import ChatRequest, read_chat
-from frontends.http.respond import JsonBytes, answer
+from frontends.http.respond import JsonBytes, RouteHandler, answer
 from frontends.http.routes.tokenize import MAX_TOKENS
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning
 
-Endpoint = Callable[[Request], Awaitable[Response]]
 
-
-def with_own_names(endpoint: Endpoint) -> Endpoint:
+def with_own_names(endpoint: RouteHandler) -> RouteHandler:
     """Let errors name fields as Anthropic calls them. `DialectMiddleware` writes the errors."""
 
     @wraps(endpoint)
@@ -258,7 +256,7 @@ class MessagesFormat:
         self._begun = False
         self._last: Piece | None = None
 
-    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+    def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the events of these pieces; before the first ones, `message_start` and `ping`."""
         parts: list[bytes] = []
         if not self._begun:
@@ -274,11 +272,11 @@ class MessagesFormat:
                 self._close(parts)
         return b"".join(parts)
 
-    def plain(self, choice: Choice) -> None:
+    def plain(self, choice: ChoiceOutput) -> None:
         """Return None: the text has to be parsed first."""
         return None
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: RequestOutput) -> bytes:
         """Write `message_delta` with the stop reason and usage, then `message_stop`."""
         reason, sequence = _stop(self._last, self._reader.num_calls)
         delta = {"stop_reason": reason, "stop_sequence": sequence, **NEVER}

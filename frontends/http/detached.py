@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from frontends.common.auth import ApiKey
-from frontends.common.generation import Choice, Generation, Piece
+from frontends.common.generation import ChoiceOutput, Piece, RequestOutput
 from frontends.common.resumable import LogView, Registry, RequestLog, RequestMetadata, pack_metadata, unpack_metadata
 from inferengine.client import Delta, Finish
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -82,7 +82,7 @@ def read_position(last_event_id: str | None, stream_id: str) -> Position:
 class Events(Protocol):
     """What a reader needs of a Format."""
 
-    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+    def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the events of these pieces."""
 
 
@@ -94,7 +94,7 @@ class StreamReader:
         self._head = f"id: {state.id.hex()}:".encode()
         self._marks = [_mark(*self._seen.of(choice)) for choice in range(num_choices)]
 
-    def events(self, format: Events, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+    def events(self, format: Events, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """What to send of these pieces. The format sees all of them: what it has held back may come with the next."""
         parts = []
         num_seen, end_seen = self._seen.of(choice.index)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import wraps
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -30,14 +30,14 @@ from starlette.types import Receive, Scope, Send
 
 from frontends.common.chat import MESSAGES, OBJECT, TOOL, OutputParser, Schema, array
 from frontends.common.errors import rename_field, report, retry_after, sentence
-from frontends.common.generation import Choice, Generation, Options, Output, Piece, Usage
+from frontends.common.generation import ChoiceOutput, Options, Output, Piece, RequestOutput, Usage
 from frontends.common.json import dumps, quote, read_fields, read_token_ids
 from frontends.common.model import ServedModel
 from frontends.http.anthropic import tool_input
 from frontends.http.bodies import SAMPLING, read_json, read_options, read_params
 from frontends.http.openai.completions import as_chat, prompt_names, read_chat
 from frontends.http.openai.embeddings import embedding_inputs
-from frontends.http.respond import EventStream, JsonBytes, PlainEvent
+from frontends.http.respond import EventStream, JsonBytes, PlainEvent, RouteHandler
 from frontends.http.routes.tokenize import MAX_TOKENS
 from frontends.http.state import HttpState
 from frontends.http.telemetry import describe, describe_embeddings
@@ -56,7 +56,6 @@ TAG = ":latest"  # of a name without a tag
 NEVER = "9999-12-31T23:59:59Z"  # when the model leaves memory
 MS = 1_000_000  # nanoseconds
 THINKING = Literal["low", "medium", "high", "max"]
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 # Sampling fields of the same name and meaning.
 SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
@@ -202,7 +201,7 @@ NAMES = {name: f"options.{name}" for name in (*PASSED_ON, *field_docs(OllamaOpti
 }
 
 
-def as_ollama(endpoint: Endpoint) -> Endpoint:
+def as_ollama(endpoint: RouteHandler) -> RouteHandler:
     """Answer errors as Ollama's clients read them, with Ollama's names of fields."""
 
     @wraps(endpoint)
@@ -364,7 +363,7 @@ async def pull(request: Request) -> Response:
     return Response(b"".join(dumps(line) + b"\n" for line in lines), media_type="application/x-ndjson")
 
 
-def _refused(action: str, remedy: str) -> Endpoint:
+def _refused(action: str, remedy: str) -> RouteHandler:
     @as_ollama
     async def endpoint(request: Request) -> Response:
         await read_json(request, request.app.state.service.config.http.max_body_bytes)
@@ -615,7 +614,7 @@ async def _answer(ask: _Ask, prompt: _Prompt, format: OllamaFormat) -> Response:
     service, request = ask.service, ask.request
     params = _within_context(ask, prompt)
     engines = service.engines_for(request, ask.served, detachable=False)
-    generation = Generation(engines, ask.served.tokenizer, [prompt.ids], params, prompt.options)
+    generation = RequestOutput(engines, ask.served.tokenizer, [prompt.ids], params, prompt.options)
     with contextlib.ExitStack() as stack:
         stack.callback(describe, request.scope, generation)
         call = stack.enter_context(service.call(generation, request.receive))
@@ -659,7 +658,7 @@ class OllamaFormat:
         self._last: Piece | None = None
         self._head = dumps(ask.head())[:-1]
 
-    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+    def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the lines of these pieces."""
         lines = []
         for piece in pieces:
@@ -676,12 +675,12 @@ class OllamaFormat:
                 lines.append(self._line(*part, more))
         return b"".join(lines)
 
-    def plain(self, choice: Choice) -> PlainEvent | None:
+    def plain(self, choice: ChoiceOutput) -> PlainEvent | None:
         """Return the line of one token; None where a line carries more than text."""
         carries_more = self._reader is not None or self._logprobs is not None or self._token_ids is not None
         return None if carries_more else PlainEvent(*self._around())
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: RequestOutput) -> bytes:
         """Write the last line: why it ended, the counts, and the durations."""
         reason = "stop" if self._last is None else self._last.finish_reason
         finish = generation.choices[0].finish

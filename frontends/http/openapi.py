@@ -291,7 +291,7 @@ def _operation(
     return operation
 
 
-Finish = Literal["stop", "length", "tool_calls", "function_call", "abort"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort"]
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class CompletionChoice(msgspec.Struct):
 
     index: int
     text: str
-    finish_reason: Finish | None
+    finish_reason: FinishReason | None
     stop_reason: str | int | None
     logprobs: dict[str, Any] | None
 
@@ -331,7 +331,7 @@ class CompletionChunkChoice(msgspec.Struct):
 
     index: int
     text: str
-    finish_reason: Finish | None
+    finish_reason: FinishReason | None
     logprobs: dict[str, Any] | None
     stop_reason: str | int | None = None
 
@@ -385,7 +385,7 @@ class ChatChoice(msgspec.Struct):
 
     index: int
     message: AssistantMessage
-    finish_reason: Finish | None
+    finish_reason: FinishReason | None
     stop_reason: str | int | None
     logprobs: dict[str, Any] | None
 
@@ -416,7 +416,7 @@ class ChunkChoice(msgspec.Struct):
 
     index: int
     delta: ChatDelta
-    finish_reason: Finish | None = None
+    finish_reason: FinishReason | None = None
 
 
 class ChatCompletionChunk(msgspec.Struct):
@@ -637,7 +637,7 @@ class OllamaEnd(msgspec.Struct, kw_only=True):
     model: str
     created_at: str
     done: bool
-    done_reason: Finish | Literal["load"] | None = None
+    done_reason: FinishReason | Literal["load"] | None = None
     logprobs: list[dict[str, Any]] | None = None
     total_duration: int | None = None
     load_duration: int | None = None

@@ -20,7 +20,7 @@ import uvicorn
 from sse_starlette.sse import AppStatus
 
 from frontends.common.auth import KeyRing, Quotas, check_protection, read_keys, read_names, tls_files
-from frontends.common.server import ConnectionLimits, Server, collect_garbage_rarely, raise_file_limit
+from frontends.common.server import ConnectionLimits, FrontendServer, collect_garbage_rarely, raise_file_limit
 from frontends.http.app import make_app, make_metrics, make_quotas, make_service
 from frontends.http.openai.response_store import make_database, remove_database
 from frontends.http.state import HttpState
@@ -73,7 +73,7 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
         signal.signal(number, lambda *_: None)
     service = make_service(config, shared.metrics, shared.keys, shared.quotas, shared.responses_path)
     tls = tls_files("http", config.http.tls_certificate, config.http.tls_key)
-    server = Server(
+    server = FrontendServer(
         uvicorn.Config(
             make_app(service, shared.sockets),
             loop="uvloop",
@@ -106,7 +106,7 @@ def connection_limits(http: HttpConfig) -> ConnectionLimits:
 
 
 async def _serve(
-    server: Server,
+    server: FrontendServer,
     service: HttpState,
     sockets: list[socket.socket],
     drain_timeout_s: float,

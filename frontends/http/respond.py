@@ -28,7 +28,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from frontends.common.errors import report, unexpected
-from frontends.common.generation import Choice, Generation, Output, Piece, Usage
+from frontends.common.generation import ChoiceOutput, Output, Piece, RequestOutput, Usage
 from frontends.common.json import dumps, quote
 from frontends.common.server import Coalescer
 from frontends.http.detached import StreamReader, StreamState
@@ -36,6 +36,8 @@ from frontends.http.state import HttpState, RunningCall
 from frontends.http.telemetry import describe
 from inferengine.client import Stream
 from inferengine.errors import InferEngineError
+
+RouteHandler = Callable[[Request], Awaitable[Response]]
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +62,14 @@ class PlainEvent(NamedTuple):
 class Format(Protocol):
     """How a route writes a generation: as a stream of events, or as one document."""
 
-    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+    def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """The events of these pieces, one for each that has something to say."""
 
-    def plain(self, choice: Choice) -> PlainEvent | None:
+    def plain(self, choice: ChoiceOutput) -> PlainEvent | None:
         """The event of one token, once events that do not end the choice differ in nothing but text and id; None where
         they do."""
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: RequestOutput) -> bytes:
         """What follows the last piece of the last choice."""
 
     def failure(self, error: InferEngineError) -> bytes:
@@ -109,7 +111,7 @@ def encode(format: Format, outputs: Sequence[Output], usage: Usage) -> bytes:
 async def answer(
     service: HttpState,
     request: Request,
-    generation: Generation,
+    generation: RequestOutput,
     format: Format,
     *,
     stream: bool,
@@ -147,7 +149,7 @@ class EventStream(Response):
     def __init__(
         self,
         service: HttpState,
-        generation: Generation,
+        generation: RequestOutput,
         format: Format,
         call: RunningCall,
         resources: contextlib.ExitStack,
@@ -255,10 +257,10 @@ def keep_alive() -> ServerSentEvent:
 class EventFormat(Protocol):
     """What a relay needs of a Format."""
 
-    def plain(self, choice: Choice) -> PlainEvent | None:
+    def plain(self, choice: ChoiceOutput) -> PlainEvent | None:
         """A token's event, once nothing but its text and id differs; else None."""
 
-    def events(self, generation: Generation, choice: Choice, pieces: list[Piece]) -> bytes:
+    def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: list[Piece]) -> bytes:
         """Write the events of these pieces."""
 
 
@@ -267,8 +269,8 @@ class Relay:
 
     def __init__(
         self,
-        generation: Generation,
-        choice: Choice,
+        generation: RequestOutput,
+        choice: ChoiceOutput,
         stream: Stream,
         format: EventFormat,
         send: Send,

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from starlette.types import Scope
 
 from frontends.common.engine_stats import NUM_CELLS, ResumeCells
-from frontends.common.generation import Generation, Submitter
+from frontends.common.generation import RequestOutput, Submitter
 from frontends.common.server import RefusalMetrics
 from inferengine.client import Embedding, Submission
 from inferengine.observability.tracing import PROVIDER, Span, Tracing
@@ -170,7 +170,7 @@ def describe_embeddings(scope: Scope, found: Sequence[Embedding], dimensions: in
     span.set("gen_ai.embeddings.dimension.count", dimensions)
 
 
-def describe(scope: Scope, generation: Generation) -> None:
+def describe(scope: Scope, generation: RequestOutput) -> None:
     """How a generation ended, once it has."""
     span: Span | None = scope.get("span")
     if span is None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import uvicorn
 
 from frontends.common.auth import check_protection, read_names, tls_files
-from frontends.common.server import ConnectionLimits, Server, collect_garbage_rarely, raise_file_limit
+from frontends.common.server import ConnectionLimits, FrontendServer, collect_garbage_rarely, raise_file_limit
 from frontends.websocket.app import SharedState, WebsocketFrontEnd, make_shared
 from frontends.websocket.channel import FramesProtocol
 from inferengine.config import Config
@@ -96,7 +96,9 @@ def run_worker(
             reload.run_if_due(shared.keys.reload_if_any)
 
     front_end = WebsocketFrontEnd(config, shared=shared)
-    server = Server(server_config(config, front_end, [listener]), connection_limits(config), shared.metrics.refusals)
+    server = FrontendServer(
+        server_config(config, front_end, [listener]), connection_limits(config), shared.metrics.refusals
+    )
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         return runner.run(_serve(config, front_end, server, listener, turn, parent))
 
@@ -141,7 +143,7 @@ def server_config(
 async def _serve(
     config: Config,
     front_end: WebsocketFrontEnd,
-    server: Server,
+    server: FrontendServer,
     listener: socket.socket,
     on_turn: Callable[[bool], None],
     parent: int,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from frontends.common.auth import ANYBODY, ApiKey, Quotas
 from frontends.common.chat import finish_reason
-from frontends.common.generation import Choice, Piece, draft_token_counts, finite_logprob, token_text
+from frontends.common.generation import ChoiceOutput, Piece, draft_token_counts, finite_logprob, token_text
 from frontends.common.json import OffLoop
 from frontends.common.model import ModelContext, ServedModel
 from frontends.common.resumable import ChoiceLog, Registry, RequestLog, unpack_metadata
@@ -88,7 +88,7 @@ class ChoiceWriter:
         self._tokenizer = tokenizer
         self._log = log
         self._view = log.view(cursor)
-        self._choice = Choice(index, (), self._view, text)
+        self._choice = ChoiceOutput(index, (), self._view, text)
         self._channel = channel
         self._head = channel.delta_head(options.name, index)
         self._message = None if output.parser.is_plain else MessageText(output, options.request_id, index)

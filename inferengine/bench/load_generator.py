@@ -27,7 +27,7 @@ from inferengine.errors import InferEngineError
 
 
 @dataclass
-class Reply:
+class LoadReply:
     """The result of one request. Times on the monotonic clock; `event_s` of the events that carry output."""
 
     started_s: float
@@ -49,7 +49,7 @@ class LoadConnection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: Any = None
-        self._reply = Reply(0.0)
+        self._reply = LoadReply(0.0)
         self._done: asyncio.Future[None] | None = None
         self._buffer = b""
         self._text = b""
@@ -68,10 +68,10 @@ class LoadConnection(asyncio.Protocol):
         _, connection = await asyncio.get_running_loop().create_connection(cls, parts.hostname or "", port, ssl=context)
         return connection
 
-    async def post(self, host: str, path: str, body: bytes, headers: str = "") -> Reply:
+    async def post(self, host: str, path: str, body: bytes, headers: str = "") -> LoadReply:
         """Send a request and wait for the end of its reply."""
         self._done = asyncio.get_running_loop().create_future()
-        self._reply = Reply(time.monotonic())
+        self._reply = LoadReply(time.monotonic())
         self._buffer = self._text = b""
         self._in_head = True
         head = (
@@ -193,7 +193,7 @@ ANSWER_TIMEOUT_S = 10.0
 class Outcome(NamedTuple):
     """Every reply, the seconds from the first request to the last reply, and NVML's trace of this machine meanwhile."""
 
-    replies: list[Reply]
+    replies: list[LoadReply]
     seconds: float
     gpu: Summary
 
@@ -209,19 +209,19 @@ class LoadClient:
         self._idle: list[LoadConnection] = []
         self._ended = ended
 
-    async def send(self, body: bytes) -> Reply:
+    async def send(self, body: bytes) -> LoadReply:
         """Send one request; an error of the connection is part of the reply."""
         reply = await self._send(body)
         self._ended()
         return reply
 
-    async def _send(self, body: bytes) -> Reply:
+    async def _send(self, body: bytes) -> LoadReply:
         started = time.monotonic()
         try:
             connection = self._take_idle() or await LoadConnection.open(self._url)
             reply = await connection.post(self._host, self._path, body, self._headers)
         except OSError as error:
-            return Reply(started, ended_s=time.monotonic(), error=str(error))
+            return LoadReply(started, ended_s=time.monotonic(), error=str(error))
         if connection.is_open:
             self._idle.append(connection)
         else:
@@ -263,17 +263,19 @@ async def run(
     return outcome
 
 
-async def closed_loop(load: LoadClient, bodies: list[bytes], concurrency: int) -> list[Reply]:
+async def closed_loop(load: LoadClient, bodies: list[bytes], concurrency: int) -> list[LoadReply]:
     """Keep `concurrency` requests in flight until none is left."""
     waiting = iter(bodies)
 
-    async def one() -> list[Reply]:
+    async def one() -> list[LoadReply]:
         return [await load.send(body) for body in waiting]
 
     return [reply for replies in await asyncio.gather(*(one() for _ in range(concurrency))) for reply in replies]
 
 
-async def open_loop(load: LoadClient, bodies: list[bytes], rate: float, burstiness: float, seed: int) -> list[Reply]:
+async def open_loop(
+    load: LoadClient, bodies: list[bytes], rate: float, burstiness: float, seed: int
+) -> list[LoadReply]:
     """Send `rate` requests per second, whether or not earlier ones have ended."""
 
     async def arrivals() -> AsyncIterator[bytes]:
@@ -320,14 +322,14 @@ def asker(
     return ask, streamed, served_model(options).name
 
 
-class ServedModel(NamedTuple):
+class ListedModel(NamedTuple):
     """What a server says of a model. `context`: its `max_model_len`; 0 where it has none."""
 
     name: str
     context: int = 0
 
 
-def served_model(options: LoadOptions) -> ServedModel:
+def served_model(options: LoadOptions) -> ListedModel:
     """Return the model to request: the named one, else the first of /v1/models, which is read in both cases.
 
     Raises engine_unavailable, unauthorized or model_not_found, with the address and the remedy.
@@ -340,14 +342,14 @@ def served_model(options: LoadOptions) -> ServedModel:
         with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
             listed = json.load(answer)["data"]
             found = next((entry for entry in listed if entry["id"] == options.model), listed[0])
-            return ServedModel(options.model or str(found["id"]), int(found.get("max_model_len") or 0))
+            return ListedModel(options.model or str(found["id"]), int(found.get("max_model_len") or 0))
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in (401, 403):
             message = f"{address} answers {error.code}: give a valid key with --api-key"
             raise InferEngineError("unauthorized", message) from None
         if options.model:
-            return ServedModel(options.model)  # not every server has that route
+            return ListedModel(options.model)  # not every server has that route
         message = (
             f"{address} answers {error.code}: name an OpenAI-compatible server with --url, or a model with --model"
         )
@@ -358,6 +360,6 @@ def served_model(options: LoadOptions) -> ServedModel:
         raise InferEngineError("engine_unavailable", message) from None
     except (ValueError, LookupError, TypeError, RecursionError):
         if options.model:
-            return ServedModel(options.model)
+            return ListedModel(options.model)
         message = f"{address} lists no model: name an OpenAI-compatible server with --url, or a model with --model"
         raise InferEngineError("model_not_found", message) from None

@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
     shared_output: int  # of the requests that share a prompt
 
 
-class Item(NamedTuple):
+class LoadRequest(NamedTuple):
     """One request of a workload. `shared`: how many of its prompt's tokens all requests begin with."""
 
     num_prompt: int
@@ -39,13 +39,13 @@ class Item(NamedTuple):
     shared: int = 0
 
 
-class Workload(NamedTuple):
+class LadderWorkload(NamedTuple):
     """What makes one optimisation matter, and the figure that shows it: a path into a report."""
 
     shows: str
     figure: tuple[str, ...]
     unit: str
-    items: Callable[[Sizes], list[Item]]
+    items: Callable[[Sizes], list[LoadRequest]]
     higher_is_better: bool = True
 
 
@@ -60,43 +60,43 @@ def sizes_of(context: int) -> Sizes:
     return Sizes(batch, min(prompt, longest // 8), min(output, longest // 16), longest * 3 // 16, max(4, output // 8))
 
 
-def _baseline(sizes: Sizes) -> list[Item]:
+def _baseline(sizes: Sizes) -> list[LoadRequest]:
     """Equal requests that fit at once: no switch should cost anything here."""
-    return [Item(sizes.prompt, sizes.output)] * max(2, sizes.batch // 4)
+    return [LoadRequest(sizes.prompt, sizes.output)] * max(2, sizes.batch // 4)
 
 
-def _continuous_batching(sizes: Sizes) -> list[Item]:
+def _continuous_batching(sizes: Sizes) -> list[LoadRequest]:
     """Three batches' worth, one long output among seven short ones: a static batch waits for its longest."""
     outputs = [sizes.output * 2 if i % 8 == 0 else max(4, sizes.output // 8) for i in range(3 * sizes.batch)]
-    return [Item(max(1, sizes.prompt // 4), count) for count in outputs]
+    return [LoadRequest(max(1, sizes.prompt // 4), count) for count in outputs]
 
 
-def _paged_attention(sizes: Sizes) -> list[Item]:
+def _paged_attention(sizes: Sizes) -> list[LoadRequest]:
     """Short requests: a cache that reserves the longest length for each has room for few of them."""
-    return [Item(max(1, sizes.prompt // 4), max(1, sizes.output // 2))] * (2 * sizes.batch)
+    return [LoadRequest(max(1, sizes.prompt // 4), max(1, sizes.output // 2))] * (2 * sizes.batch)
 
 
-def _chunked_prefill(sizes: Sizes) -> list[Item]:
+def _chunked_prefill(sizes: Sizes) -> list[LoadRequest]:
     """Streams that run while long prompts come in: how long must they wait for their next token? Enough prompts that
     the steps that hold them are more than one in a hundred."""
-    streams = [Item(16, 3 * sizes.output)] * max(2, sizes.batch // 4)
-    return streams + [Item(sizes.long_prompt, 2)] * max(4, sizes.batch // 2)
+    streams = [LoadRequest(16, 3 * sizes.output)] * max(2, sizes.batch // 4)
+    return streams + [LoadRequest(sizes.long_prompt, 2)] * max(4, sizes.batch // 2)
 
 
-def _prefix_caching(sizes: Sizes) -> list[Item]:
+def _prefix_caching(sizes: Sizes) -> list[LoadRequest]:
     """Everybody sends the same long instructions and a short question."""
-    return [Item(sizes.long_prompt + 24, sizes.shared_output, sizes.long_prompt)] * (3 * sizes.batch)
+    return [LoadRequest(sizes.long_prompt + 24, sizes.shared_output, sizes.long_prompt)] * (3 * sizes.batch)
 
 
 THROUGHPUT = ("output_tokens_per_s",)
 WORKLOADS = {
-    "baseline": Workload("nothing", THROUGHPUT, "tok/s", _baseline),
-    "continuous_batching": Workload("continuous", THROUGHPUT, "tok/s", _continuous_batching),
-    "paged_attention": Workload("paged", THROUGHPUT, "tok/s", _paged_attention),
-    "chunked_prefill": Workload(
+    "baseline": LadderWorkload("nothing", THROUGHPUT, "tok/s", _baseline),
+    "continuous_batching": LadderWorkload("continuous", THROUGHPUT, "tok/s", _continuous_batching),
+    "paged_attention": LadderWorkload("paged", THROUGHPUT, "tok/s", _paged_attention),
+    "chunked_prefill": LadderWorkload(
         "chunked", ("itl_ms", "p99"), "ms between tokens, p99", _chunked_prefill, higher_is_better=False
     ),
-    "prefix_caching": Workload(
+    "prefix_caching": LadderWorkload(
         "prefix", ("ttft_ms", "p50"), "ms to first token, p50", _prefix_caching, higher_is_better=False
     ),
 }
@@ -210,14 +210,14 @@ def request_bodies(options: LoadOptions, model: str) -> list[bytes]:
     return bodies
 
 
-def _items(options: LoadOptions, generator: random.Random) -> list[Item]:
+def _items(options: LoadOptions, generator: random.Random) -> list[LoadRequest]:
     """The lengths of each request."""
     if options.workload:
         return WORKLOADS[options.workload].items(sizes_of(options.context or DEFAULT_CONTEXT))
     inputs = length_sampler("--input", options.input, generator)
     outputs = length_sampler("--output", options.output, generator)
     shared = options.shared_prefix
-    return [Item(shared + inputs(), outputs(), shared) for _ in range(options.requests)]
+    return [LoadRequest(shared + inputs(), outputs(), shared) for _ in range(options.requests)]
 
 
 def _prompt(options: LoadOptions, generator: random.Random, length: int) -> list[Any]:

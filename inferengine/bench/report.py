@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from inferengine.bench.load_generator import Reply
+from inferengine.bench.load_generator import LoadReply
 
 PERCENTILES = (50, 90, 95, 99)
 ROWS = {"ttft_ms": "first token", "itl_ms": "between events", "tpot_ms": "per output token", "e2e_ms": "whole request"}
@@ -30,13 +30,13 @@ def summary(values: list[float]) -> dict[str, float]:
     return {name: round(value * 1e3, 3) for name, value in {"mean": statistics.fmean(values), **shown}.items()}
 
 
-def per_output_token(reply: Reply) -> float | None:
+def per_output_token(reply: LoadReply) -> float | None:
     """Return the seconds per output token after the first; None for fewer than two."""
     tokens = reply.usage.get("completion_tokens", len(reply.event_s))
     return (reply.ended_s - reply.event_s[0]) / (tokens - 1) if reply.event_s and tokens > 1 else None
 
 
-def meets(reply: Reply, limits: Mapping[str, float]) -> bool:
+def meets(reply: LoadReply, limits: Mapping[str, float]) -> bool:
     """Whether a good reply kept every limit, in milliseconds by `ttft`, `tpot`, `e2e`."""
     figures = {
         "ttft": reply.event_s[0] - reply.started_s if reply.event_s else math.inf,
@@ -46,7 +46,7 @@ def meets(reply: Reply, limits: Mapping[str, float]) -> bool:
     return reply.is_good and all(figures[name] * 1e3 <= limit for name, limit in limits.items())
 
 
-def report(replies: list[Reply], seconds: float, limits: Mapping[str, float]) -> dict[str, Any]:
+def report(replies: list[LoadReply], seconds: float, limits: Mapping[str, float]) -> dict[str, Any]:
     """Return all figures, ready for JSON. `goodput_per_s` only with limits."""
     good = [reply for reply in replies if reply.is_good]
     output = sum(reply.usage.get("completion_tokens", len(reply.event_s)) for reply in good)
@@ -69,7 +69,7 @@ def report(replies: list[Reply], seconds: float, limits: Mapping[str, float]) ->
     }
 
 
-def standard_fields(replies: list[Reply], seconds: float, load: Mapping[str, Any], model: str) -> dict[str, Any]:
+def standard_fields(replies: list[LoadReply], seconds: float, load: Mapping[str, Any], model: str) -> dict[str, Any]:
     """Return the figures under the names that `vllm bench serve` writes, for tools that read its files."""
     good = [reply for reply in replies if reply.is_good]
     prompt = sum(reply.usage.get("prompt_tokens", 0) for reply in good)
@@ -109,7 +109,7 @@ def standard_fields(replies: list[Reply], seconds: float, load: Mapping[str, Any
     return found
 
 
-def details(replies: list[Reply]) -> dict[str, list[Any]]:
+def details(replies: list[LoadReply]) -> dict[str, list[Any]]:
     """Return each request's figures, in seconds, under the names of `vllm bench serve --save-detailed`."""
     first = min((reply.started_s for reply in replies), default=0.0)
     return {
@@ -145,12 +145,12 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _gaps(replies: list[Reply]) -> list[float]:
+def _gaps(replies: list[LoadReply]) -> list[float]:
     """The seconds between two events of a stream, over all replies."""
     return [
         after - before for reply in replies for before, after in zip(reply.event_s, reply.event_s[1:], strict=False)
     ]
 
 
-def _cause(reply: Reply) -> str:
+def _cause(reply: LoadReply) -> str:
     return f"{reply.status} {reply.error[:120] or 'the stream ended without a finish_reason'}"

@@ -21,7 +21,7 @@ from inferengine.config.model_path import hub_id
 from inferengine.errors import ConfigError, ExitCode, InferEngineError
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """One command: its line in the general help, and the `Command` that is imported when it is asked for. `needs` are
     the extras of the package without which it cannot run."""
 
@@ -36,55 +36,79 @@ EXECUTOR = "executor"  # what an engine needs: torch, or one of these, with whic
 OTHER_EXECUTORS = ("aiohttp", "grpc")
 EXECUTORS_GROUP = "inferengine.executors"  # entry points of other packages: docs/executor.md
 COMMANDS = {
-    "up": Entry("engine and front ends together, in one terminal", "up", "run", (EXECUTOR, "server")),
-    "engine": Entry("the engine alone: model, KV cache, batching loop, ZeroMQ socket", "serve", "engine", (EXECUTOR,)),
-    "executor": Entry("lend this machine's device to an engine elsewhere, over gRPC", "serve", "executor", ("engine",)),
-    "http": Entry("the HTTP front end: OpenAI-compatible routes and Server-Sent Events", "serve", "http", ("server",)),
-    "ws": Entry("the websocket front end and its chat page", "serve", "ws", ("server",)),
-    "fleet": Entry("engines on many machines, placed by Ray: what a fleet is doing", "fleet", "status", ("ray",)),
-    "fleet up": Entry("start a fleet of engines on a Ray cluster", "fleet", "up", ("ray",)),
-    "fleet serve": Entry("HTTP and websocket front ends of a fleet", "fleet", "serve", ("ray", "server")),
-    "fleet watch": Entry(
+    "up": CommandEntry("engine and front ends together, in one terminal", "up", "run", (EXECUTOR, "server")),
+    "engine": CommandEntry(
+        "the engine alone: model, KV cache, batching loop, ZeroMQ socket", "serve", "engine", (EXECUTOR,)
+    ),
+    "executor": CommandEntry(
+        "lend this machine's device to an engine elsewhere, over gRPC", "serve", "executor", ("engine",)
+    ),
+    "http": CommandEntry(
+        "the HTTP front end: OpenAI-compatible routes and Server-Sent Events", "serve", "http", ("server",)
+    ),
+    "ws": CommandEntry("the websocket front end and its chat page", "serve", "ws", ("server",)),
+    "fleet": CommandEntry(
+        "engines on many machines, placed by Ray: what a fleet is doing", "fleet", "status", ("ray",)
+    ),
+    "fleet up": CommandEntry("start a fleet of engines on a Ray cluster", "fleet", "up", ("ray",)),
+    "fleet serve": CommandEntry("HTTP and websocket front ends of a fleet", "fleet", "serve", ("ray", "server")),
+    "fleet watch": CommandEntry(
         "keep the addresses of a fleet's engines in a file, for front ends", "fleet", "watch", ("ray",)
     ),
-    "fleet status": Entry("the engines of a fleet: state, address, load", "fleet", "status", ("ray",)),
-    "fleet scale": Entry("change how many engines a fleet has", "fleet", "scale", ("ray",)),
-    "fleet drain": Entry("let one engine finish and be replaced", "fleet", "drain", ("ray",)),
-    "fleet upgrade": Entry("replace all engines, one after the other, while streams run", "fleet", "upgrade", ("ray",)),
-    "fleet down": Entry("drain all engines and end the fleet", "fleet", "down", ("ray",)),
-    "chat": Entry("talk to a running engine in this terminal", "chat", "run"),
-    "bench": Entry("load on any OpenAI-compatible server: latencies, throughput, goodput", "bench", "run"),
-    "bench sweep": Entry("the same at 1 to 128 requests in flight, with the point of saturation", "bench", "sweep"),
-    "bench arrivals": Entry("burst, steady and Poisson arrivals at rates up to saturation", "bench", "arrivals"),
-    "bench pressure": Entry("far more at once than the KV cache holds: nothing may be lost", "bench", "pressure"),
-    "bench compare": Entry("this engine and vLLM in process, any shape, several cards at once", "bench", "compare"),
-    "bench batch": Entry("batches of several sizes: throughput, share of the roofline, MFU", "bench", "batch"),
-    "bench fragmentation": Entry("what blocks of several sizes waste", "bench", "fragmentation"),
-    "bench ladder": Entry("five workloads, and what each optimisation gives them", "bench", "ladder"),
-    "bench sanity": Entry("ask a server what has one right answer", "bench", "sanity"),
-    "bench features": Entry("what sampling features and grammars cost, on one server or two", "bench", "features"),
-    "bench paired": Entry("two servers in turn, their ratio, and a gate as exit code", "bench", "paired"),
-    "evidence": Entry("run what this machine can, and compare the documents' figures", "bench", "evidence"),
-    "profile": Entry("record steps of a running engine: a Chrome trace and where the time goes", "profile", "run"),
-    "fetch": Entry("bring a model from the Hugging Face hub into its local cache", "fetch", "run"),
-    "doctor": Entry("look at this machine: Python, GPU, driver, ports, disk; with remedies", "doctor", "run"),
-    "check": Entry("look for what keeps this configuration from working, with remedies", "check", "run"),
-    "ping": Entry("ask the engine whether it is alive: for health checks", "check", "ping"),
-    "simulate": Entry("the scheduler in virtual time: capacity, policies, fleets, without a device", "simulate", "run"),
-    "simulate fleet": Entry(
+    "fleet status": CommandEntry("the engines of a fleet: state, address, load", "fleet", "status", ("ray",)),
+    "fleet scale": CommandEntry("change how many engines a fleet has", "fleet", "scale", ("ray",)),
+    "fleet drain": CommandEntry("let one engine finish and be replaced", "fleet", "drain", ("ray",)),
+    "fleet upgrade": CommandEntry(
+        "replace all engines, one after the other, while streams run", "fleet", "upgrade", ("ray",)
+    ),
+    "fleet down": CommandEntry("drain all engines and end the fleet", "fleet", "down", ("ray",)),
+    "chat": CommandEntry("talk to a running engine in this terminal", "chat", "run"),
+    "bench": CommandEntry("load on any OpenAI-compatible server: latencies, throughput, goodput", "bench", "run"),
+    "bench sweep": CommandEntry(
+        "the same at 1 to 128 requests in flight, with the point of saturation", "bench", "sweep"
+    ),
+    "bench arrivals": CommandEntry("burst, steady and Poisson arrivals at rates up to saturation", "bench", "arrivals"),
+    "bench pressure": CommandEntry(
+        "far more at once than the KV cache holds: nothing may be lost", "bench", "pressure"
+    ),
+    "bench compare": CommandEntry(
+        "this engine and vLLM in process, any shape, several cards at once", "bench", "compare"
+    ),
+    "bench batch": CommandEntry("batches of several sizes: throughput, share of the roofline, MFU", "bench", "batch"),
+    "bench fragmentation": CommandEntry("what blocks of several sizes waste", "bench", "fragmentation"),
+    "bench ladder": CommandEntry("five workloads, and what each optimisation gives them", "bench", "ladder"),
+    "bench sanity": CommandEntry("ask a server what has one right answer", "bench", "sanity"),
+    "bench features": CommandEntry(
+        "what sampling features and grammars cost, on one server or two", "bench", "features"
+    ),
+    "bench paired": CommandEntry("two servers in turn, their ratio, and a gate as exit code", "bench", "paired"),
+    "evidence": CommandEntry("run what this machine can, and compare the documents' figures", "bench", "evidence"),
+    "profile": CommandEntry(
+        "record steps of a running engine: a Chrome trace and where the time goes", "profile", "run"
+    ),
+    "fetch": CommandEntry("bring a model from the Hugging Face hub into its local cache", "fetch", "run"),
+    "doctor": CommandEntry("look at this machine: Python, GPU, driver, ports, disk; with remedies", "doctor", "run"),
+    "check": CommandEntry("look for what keeps this configuration from working, with remedies", "check", "run"),
+    "ping": CommandEntry("ask the engine whether it is alive: for health checks", "check", "ping"),
+    "simulate": CommandEntry(
+        "the scheduler in virtual time: capacity, policies, fleets, without a device", "simulate", "run"
+    ),
+    "simulate fleet": CommandEntry(
         "policies of load balancing over a thousand engines, on four traces", "simulate_fleet", "fleet"
     ),
-    "simulate s1": Entry("a reference simulator's 1,000 requests and its 26 metrics", "simulate", "s1"),
-    "plan-memory": Entry("what a model needs and what fits, from config.json alone", "plan_memory", "run", ("engine",)),
-    "models": Entry(
+    "simulate s1": CommandEntry("a reference simulator's 1,000 requests and its 26 metrics", "simulate", "s1"),
+    "plan-memory": CommandEntry(
+        "what a model needs and what fits, from config.json alone", "plan_memory", "run", ("engine",)
+    ),
+    "models": CommandEntry(
         "the families of models that are served, and what fits on which card", "plan_memory", "models", ("engine",)
     ),
-    "tune": Entry("measure which kernels a model takes on this card, or show it", "tune", "run", ("engine",)),
-    "keygen": Entry("make API keys for the front ends and CURVE keys for ZeroMQ over TCP", "keygen", "run"),
-    "systemd": Entry("whether the systemd units here are those for this Python", "systemd", "compare"),
-    "systemd install": Entry("install the systemd units for this Python, or print them", "systemd", "install"),
-    "config": Entry("print the resolved configuration as TOML, with what each key takes", "serve", "config"),
-    "completion": Entry("print the completion of commands, flags and values for a shell", "completion", "run"),
+    "tune": CommandEntry("measure which kernels a model takes on this card, or show it", "tune", "run", ("engine",)),
+    "keygen": CommandEntry("make API keys for the front ends and CURVE keys for ZeroMQ over TCP", "keygen", "run"),
+    "systemd": CommandEntry("whether the systemd units here are those for this Python", "systemd", "compare"),
+    "systemd install": CommandEntry("install the systemd units for this Python, or print them", "systemd", "install"),
+    "config": CommandEntry("print the resolved configuration as TOML, with what each key takes", "serve", "config"),
+    "completion": CommandEntry("print the completion of commands, flags and values for a shell", "completion", "run"),
 }
 
 

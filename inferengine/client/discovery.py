@@ -29,7 +29,7 @@ _DYNAMIC = ("dns+tcp://", "srv+tcp://", "file:")
 
 log = logging.getLogger(__name__)
 
-Lookup = Callable[[str], Sequence[str]]
+ResolveHost = Callable[[str], Sequence[str]]
 
 
 class EngineDiscovery:

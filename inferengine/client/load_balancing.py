@@ -104,7 +104,7 @@ class EngineLoads:
         return max(LOAD_FLOOR, LOAD_FACTOR * (total + 1) / len(candidates))
 
 
-class Prompt(NamedTuple):
+class PromptHashes(NamedTuple):
     """What a policy sees of a prompt.
 
     `keys[i]` is a 64-bit hash of its first BOUNDARIES[i] tokens; empty if the policy needs none. `home` is a hash of
@@ -117,7 +117,7 @@ class Prompt(NamedTuple):
     session: int | None = None
 
 
-class Choice(NamedTuple):
+class ChosenEngine(NamedTuple):
     """The chosen engine, and how many prompt tokens it is expected to compute."""
 
     engine: int
@@ -129,7 +129,7 @@ class Policy(Protocol):
 
     wants_keys: bool
 
-    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: PromptHashes) -> ChosenEngine:
         """Return the chosen one of `candidates`."""
 
     def learn(self, engine: int, beginnings: Iterable[int]) -> None:
@@ -144,10 +144,10 @@ class RoundRobin(Policy):
     def __init__(self, generator: random.Random) -> None:
         self._next = generator.randrange(1 << 16)  # front ends must not all start with the same engine
 
-    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: PromptHashes) -> ChosenEngine:
         """Return the next candidate in turn."""
         self._next += 1
-        return Choice(candidates[self._next % len(candidates)], prompt.num_tokens)
+        return ChosenEngine(candidates[self._next % len(candidates)], prompt.num_tokens)
 
 
 class PowerOfTwo(Policy):
@@ -158,12 +158,12 @@ class PowerOfTwo(Policy):
     def __init__(self, generator: random.Random) -> None:
         self._random = generator.random
 
-    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: PromptHashes) -> ChosenEngine:
         """Return the less loaded of two candidates drawn at random."""
         one, other = two_of(candidates, self._random)
         tokens, requests = loads.waiting_tokens, loads.num_requests
         is_less = (tokens[one], requests[one]) <= (tokens[other], requests[other])
-        return Choice(one if is_less else other, prompt.num_tokens)
+        return ChosenEngine(one if is_less else other, prompt.num_tokens)
 
 
 class PrefixAffinity(Policy):
@@ -178,7 +178,7 @@ class PrefixAffinity(Policy):
         self._ring: list[tuple[int, int]] = []  # (point, engine) of the available engines
         self._version = -1
 
-    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: PromptHashes) -> ChosenEngine:
         """Return the best of the engines that know the prompt's beginning and of two others, and remember it."""
         requests, waiting, sent = loads.num_requests, loads.waiting_tokens, loads.sent_tokens
         over = 1.0 - self._new_share  # STATUS counts whole prompts, so this share of it is cached and costs nothing
@@ -202,9 +202,9 @@ class PrefixAffinity(Policy):
         self._remember(prompt.keys, best)
         num_new = max(1, prompt.num_tokens - num_cached)
         self._new_share += (num_new / max(1, prompt.num_tokens) - self._new_share) / SHARE_MEMORY
-        return Choice(best, num_new)
+        return ChosenEngine(best, num_new)
 
-    def _known(self, loads: EngineLoads, prompt: Prompt) -> tuple[int, tuple[int, ...]]:
+    def _known(self, loads: EngineLoads, prompt: PromptHashes) -> tuple[int, tuple[int, ...]]:
         """Return the longest known beginning's length in tokens, and the engines that got it.
 
         For an unknown prompt these are AFFINITY_TOKENS and its home.
@@ -303,7 +303,7 @@ class SessionEngines:
         if len(self._engines) > REMEMBERED_SESSIONS:
             del self._engines[next(iter(self._engines))]
 
-    def engine_of(self, prompt: Prompt, loads: EngineLoads, candidates: Sequence[int]) -> int | None:
+    def engine_of(self, prompt: PromptHashes, loads: EngineLoads, candidates: Sequence[int]) -> int | None:
         """Return the engine of the prompt's session.
 
         Returns None if the session is unknown, or if its engine is overloaded or not among `candidates`.
@@ -342,20 +342,20 @@ class LoadBalancer:
         *,
         session: int | None = None,
         avoid: Collection[int] = (),
-    ) -> Choice | None:
+    ) -> ChosenEngine | None:
         """Return the engine for a request, or None where none is available. `session`: the key of its session, see
         `session_key`. `avoid`: engines that refused it."""
         return self.place(self.read(prompt_ids or (), salt, session), avoid=avoid)
 
-    def read(self, prompt_ids: Sequence[int] | str, salt: bytes = b"", session: int | None = None) -> Prompt:
+    def read(self, prompt_ids: Sequence[int] | str, salt: bytes = b"", session: int | None = None) -> PromptHashes:
         """Return what the policy needs of a prompt, for `place`."""
         if len(self.loads.available) <= 1:
-            return Prompt(_length(prompt_ids))  # nothing is to be chosen, and nothing to be remembered
+            return PromptHashes(_length(prompt_ids))  # nothing is to be chosen, and nothing to be remembered
         if self._policy.wants_keys:
             return make_prompt(prompt_ids, salt, session)
-        return Prompt(_length(prompt_ids), session=session)
+        return PromptHashes(_length(prompt_ids), session=session)
 
-    def place(self, prompt: Prompt, *, avoid: Collection[int] = ()) -> Choice | None:
+    def place(self, prompt: PromptHashes, *, avoid: Collection[int] = ()) -> ChosenEngine | None:
         """Choose an engine for a prompt that `read` returned; see `choose`.
 
         A session stays at its engine while that is available and not overloaded, whatever the policy. Otherwise the
@@ -373,7 +373,7 @@ class LoadBalancer:
         self.note_session(prompt, choice.engine)
         return choice
 
-    def note_session(self, prompt: Prompt, engine: int) -> None:
+    def note_session(self, prompt: PromptHashes, engine: int) -> None:
         """Remember where the prompt's session is now, if it has one."""
         if prompt.session is not None:
             self._sessions.note(prompt.session, engine)
@@ -385,7 +385,7 @@ class LoadBalancer:
             self._sessions.note(key, engine)
 
 
-def make_prompt(prompt: Sequence[int] | str, salt: bytes, session: int | None = None) -> Prompt:
+def make_prompt(prompt: Sequence[int] | str, salt: bytes, session: int | None = None) -> PromptHashes:
     """Hash the beginnings of a prompt and its cache salt for a policy. `session`: the key of its session."""
     size = CHARACTERS_PER_TOKEN if isinstance(prompt, str) else 4
     if isinstance(prompt, str):
@@ -402,7 +402,7 @@ def make_prompt(prompt: Sequence[int] | str, salt: bytes, session: int | None = 
         begun.update(view[start:end])
         keys.append(int.from_bytes(begun.copy().digest(), "little"))
         start = end
-    return Prompt(_length(prompt), prefix_key(prompt, salt), keys, session)
+    return PromptHashes(_length(prompt), prefix_key(prompt, salt), keys, session)
 
 
 def session_key(session: str, tenant: str = "") -> int | None:

@@ -39,7 +39,7 @@ from inferengine.client.client import AsyncClient, Stream, Submission
 from inferengine.client.discovery import REFRESH_S as DISCOVERY_S
 from inferengine.client.discovery import EngineDiscovery
 from inferengine.client.hedging import HedgeBudget
-from inferengine.client.load_balancing import Choice, LoadBalancer, Prompt, session_key, told_beginnings
+from inferengine.client.load_balancing import ChosenEngine, LoadBalancer, PromptHashes, session_key, told_beginnings
 from inferengine.client.requests import RESUME_WAIT_S, Delta, OpenRequest, engine_mismatch, error_of
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
@@ -107,7 +107,9 @@ class _PooledRequest:
         "timer",
     )
 
-    def __init__(self, submission: Submission, engine: _Engine, prompt: Prompt, num_prompt: int, now: float) -> None:
+    def __init__(
+        self, submission: Submission, engine: _Engine, prompt: PromptHashes, num_prompt: int, now: float
+    ) -> None:
         """`num_prompt`: tokens or characters of the prompt."""
         self.submission = submission
         self.engine = engine
@@ -383,14 +385,14 @@ class EnginePool:
 
     # -- choosing and moving -----------------------------------------------------------------------------------------
 
-    def _read(self, prompt: Sequence[int] | str, salt: bytes, session: int | None = None) -> Prompt:
+    def _read(self, prompt: Sequence[int] | str, salt: bytes, session: int | None = None) -> PromptHashes:
         """Return what choosing an engine needs of a prompt."""
         now = asyncio.get_running_loop().time()
         if now - self._refreshed_s > REFRESH_S:  # with a single engine the prompt need not be hashed
             self._refresh(now)
         return self._balancer.read(prompt, salt, session)
 
-    def _choose(self, prompt: Prompt) -> tuple[_Engine, int]:
+    def _choose(self, prompt: PromptHashes) -> tuple[_Engine, int]:
         """Return the engine for a request, and how many prompt tokens it is expected to compute."""
         choice = self._pick(prompt, ())
         if choice is not None:
@@ -400,7 +402,7 @@ class EnginePool:
                 return engine, 0  # it is starting or draining; its REJECT tells the caller
         raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)
 
-    def _pick(self, prompt: Prompt, avoid: Sequence[int] | set[int]) -> Choice | None:
+    def _pick(self, prompt: PromptHashes, avoid: Sequence[int] | set[int]) -> ChosenEngine | None:
         now = asyncio.get_running_loop().time()
         if now - self._refreshed_s > REFRESH_S:
             self._refresh(now)
@@ -412,7 +414,7 @@ class EnginePool:
             return choice
         # No engine is healthy. An engine that is READY but seems frozen may only be slow.
         ready = (item.index for item in self._engines if item.is_named and item.client.ready)
-        return next((Choice(index, 0) for index in ready if index not in avoid), None)
+        return next((ChosenEngine(index, 0) for index in ready if index not in avoid), None)
 
     def _refresh(self, now: float) -> None:
         """Report the engines' new STATUS to the balancer."""

@@ -86,7 +86,7 @@ class StopCommand(NamedTuple):
     pass
 
 
-Command = SubmitCommand | CancelCommand | CancelAllCommand | FlushCommand | CallCommand | StopCommand
+LoopCommand = SubmitCommand | CancelCommand | CancelAllCommand | FlushCommand | CallCommand | StopCommand
 
 
 class LoopOutput(NamedTuple):
@@ -206,7 +206,7 @@ class EngineLoop:
         self._on_turn = on_turn
         self._on_busy = on_busy
         self._busy = False
-        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._inbox: SimpleQueue[LoopCommand] = SimpleQueue()
         self._stopping = False
         self._fatal: BaseException | None = None
         # Submitted by the intake and not yet taken by the loop: each counter has one writer.
@@ -356,7 +356,7 @@ class EngineLoop:
         for command in self._commands(IDLE_TURN_S):
             self._run_command(command)
 
-    def _commands(self, timeout_s: float) -> Iterator[Command]:
+    def _commands(self, timeout_s: float) -> Iterator[LoopCommand]:
         """All that is there; waits for the first at most `timeout_s`."""
         inbox = self._inbox
         try:
@@ -366,7 +366,7 @@ class EngineLoop:
         except Empty:
             return
 
-    def _run_command(self, command: Command) -> None:
+    def _run_command(self, command: LoopCommand) -> None:
         core = self._core
         match command:
             case SubmitCommand(requests, grammars):
@@ -416,7 +416,7 @@ class CheckRequest(Protocol):
 
 
 @runtime_checkable
-class Relay(Loop, Protocol):
+class RelayLoop(Loop, Protocol):
     """A loop without an executor: what computes is elsewhere. All four in the loop's thread, but `check`."""
 
     implementation: str

@@ -37,7 +37,7 @@ from inferengine.engine.lifecycle import (
     record_path,
     stall_rule,
 )
-from inferengine.engine.loop import EngineLoop, EngineRef, LoadedEngine, Loop, Relay, accept_any
+from inferengine.engine.loop import EngineLoop, EngineRef, LoadedEngine, Loop, RelayLoop, accept_any
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.options import admission_limits, scheduler_options
 from inferengine.engine.services.profiler import MakeRecorder
@@ -63,7 +63,7 @@ STALL_LOG_S = 2.0  # for a stall to be in the log; writing there may block
 # plans and launches in Python makes every first token up to that much later.
 SWITCH_INTERVAL_S = 0.0002
 
-Build = Callable[[], Executor | Relay]
+Build = Callable[[], Executor | RelayLoop]
 ExitCodeOf = Callable[[BaseException], int]
 OnLost = Callable[[Callable[[BaseException], None]], None]
 
@@ -165,7 +165,7 @@ class EngineService:
     # -- the loop's thread -------------------------------------------------------------------------------------------
 
     def _run_loop(self) -> None:
-        executor: Executor | Relay | None = None
+        executor: Executor | RelayLoop | None = None
         try:
             self.lifecycle.report("importing", 0.0)  # torch: seconds, on a cold disk half a minute
             executor = self._build()
@@ -177,7 +177,7 @@ class EngineService:
             self.lifecycle.mark("allocating the cache")
             self.io.prepare_grammars(capacity.vocab_size, sorted(self._card.eos_token_ids))
             loop: Loop
-            if isinstance(executor, Relay):
+            if isinstance(executor, RelayLoop):
                 loop = executor
                 loop.begin(self.lifecycle, self.io.post, self._watchdog.feed)
             else:
@@ -218,7 +218,7 @@ class EngineService:
         self._step_watchdog = watchdog
         return loop
 
-    def _announce(self, executor: Executor | Relay, loop: Loop, capacity: Capacity) -> None:
+    def _announce(self, executor: Executor | RelayLoop, loop: Loop, capacity: Capacity) -> None:
         """Have the loaded model announced: from now on requests are taken."""
         limits = admission_limits(self.config, capacity)
         self.io.wait_for_text()
@@ -237,7 +237,7 @@ class EngineService:
         )
         self.lifecycle.mark("measuring the device")
         method = speculation_method(self.config.speculation.method, capacity)
-        check = executor.check if isinstance(executor, Relay) else accept_any
+        check = executor.check if isinstance(executor, RelayLoop) else accept_any
         self._engine.set(LoadedEngine(loop, limits, capacity.vocab_size, capacity.embedding_size, method, check))
         adapters: AdapterStore | None = getattr(executor, "adapters", None)
         make_recorder: MakeRecorder | None = getattr(executor, "recorder", None)

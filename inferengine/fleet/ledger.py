@@ -25,7 +25,7 @@ LONGEST_REASON = 500  # characters
 OF_ITS_NODE = (ExitCode.USAGE, ExitCode.MODEL)  # files are missing there: an engine is placed anew
 
 
-class EngineState(Enum):
+class EngineStage(Enum):
     """Stage in the life of an engine."""
 
     STARTING = "starting"  # waiting for resources, loading, or being restarted by Ray
@@ -40,7 +40,7 @@ class FleetEngine:
 
     number: int
     revision: int
-    state: EngineState = EngineState.STARTING
+    state: EngineStage = EngineStage.STARTING
     address: str = ""
     node: str = ""
     pid: int = 0
@@ -95,7 +95,7 @@ class Ledger:
     def reported(self, number: int, report: Mapping[str, Any], now: float) -> None:
         """Record a report of an engine's host."""
         engine = self.engines[number]
-        if engine.state is EngineState.FAILED:
+        if engine.state is EngineStage.FAILED:
             return
         engine.heard_s = now
         engine.node, engine.pid, engine.status = report["node"], report["pid"], report["status"]
@@ -104,9 +104,9 @@ class Ledger:
             self._ended(engine, report["exit_code"], report["lifetime_s"], report["status"], now)
             return
         engine.address = report["address"] if report["ready"] else ""
-        if engine.state is not EngineState.DRAINING:
-            self._enter(engine, EngineState.READY if report["ready"] else EngineState.STARTING, now)
-        if report["ready"] and engine.state is EngineState.READY:
+        if engine.state is not EngineStage.DRAINING:
+            self._enter(engine, EngineStage.READY if report["ready"] else EngineStage.STARTING, now)
+        if report["ready"] and engine.state is EngineStage.READY:
             engine.reason = ""
         if report["ready"]:
             engine.has_served = engine.policy.has_served = True
@@ -115,16 +115,16 @@ class Ledger:
     def _ended(self, engine: FleetEngine, code: int, lifetime_s: float, status: str, now: float) -> None:
         """Record that the process ended. Its host ends too, and Ray restarts both unless a restart is of no use."""
         engine.address = ""
-        if engine.state is EngineState.DRAINING:
+        if engine.state is EngineStage.DRAINING:
             engine.reason = "drained" if code == 0 else describe_exit(code)
             return
         decision = engine.policy.after_exit(code or 1, lifetime_s)
         engine.reason = f"{describe_exit(code)}: {status}"[:LONGEST_REASON]
         if decision.delay_s is None or code in OF_ITS_NODE:
             engine.reason = f"{describe_exit(code)}: {decision.reason}; {status}"[:LONGEST_REASON]
-            self._enter(engine, EngineState.FAILED, now)
+            self._enter(engine, EngineStage.FAILED, now)
         else:
-            self._enter(engine, EngineState.STARTING, now)
+            self._enter(engine, EngineStage.STARTING, now)
 
     def unavailable(self, number: int, now: float) -> None:
         """Record that Ray cannot reach an engine's actor: it has died and is being restarted."""
@@ -134,35 +134,35 @@ class Ledger:
             engine.heard_s = None
         engine.address, engine.load, engine.pid = "", Load(), 0
         engine.status = "Ray restarts it"
-        if engine.state is EngineState.READY:
-            self._enter(engine, EngineState.STARTING, now)
+        if engine.state is EngineStage.READY:
+            self._enter(engine, EngineStage.STARTING, now)
 
     def gone(self, number: int, reason: str, now: float) -> None:
         """Record that an actor ended for good. An engine that never served counts as failed: another would end too."""
         engine = self.engines[number]
-        if engine.state is EngineState.DRAINING or engine.has_served:
+        if engine.state is EngineStage.DRAINING or engine.has_served:
             del self.engines[number]
-        elif engine.state is EngineState.FAILED:
+        elif engine.state is EngineStage.FAILED:
             engine.has_actor = False
         else:
             engine.has_actor = False
             engine.address, engine.reason = "", reason[:LONGEST_REASON]
-            self._enter(engine, EngineState.FAILED, now)
+            self._enter(engine, EngineStage.FAILED, now)
 
     def draining(self, number: int, now: float) -> None:
         """Record that an engine was told to drain. From now on it is not listed for front ends."""
-        self._enter(self.engines[number], EngineState.DRAINING, now)
+        self._enter(self.engines[number], EngineStage.DRAINING, now)
 
     def removed(self, number: int) -> None:
         """Record that an engine's actor was removed. A failed engine stays, for its reason, until a second removal."""
         engine = self.engines[number]
-        if engine.state is EngineState.FAILED and engine.has_actor:
+        if engine.state is EngineStage.FAILED and engine.has_actor:
             engine.has_actor = False
         else:
             del self.engines[number]
 
     @staticmethod
-    def _enter(engine: FleetEngine, state: EngineState, now: float) -> None:
+    def _enter(engine: FleetEngine, state: EngineStage, now: float) -> None:
         if engine.state is not state:
             engine.state, engine.changed_s = state, now
 
@@ -173,22 +173,22 @@ class Ledger:
         return [
             engine.address
             for engine in self.engines.values()
-            if engine.state is EngineState.READY and engine.heard_s is not None and now - engine.heard_s < SILENT_S
+            if engine.state is EngineStage.READY and engine.heard_s is not None and now - engine.heard_s < SILENT_S
         ]
 
     def loads(self) -> list[Load]:
         """Return the loads of the engines that are READY."""
-        return [engine.load for engine in self.engines.values() if engine.state is EngineState.READY]
+        return [engine.load for engine in self.engines.values() if engine.state is EngineStage.READY]
 
     def is_settled(self, wanted: int, revision: int) -> bool:
         """Return whether the fleet is exactly the wanted number of READY engines of this revision."""
         engines = self.engines.values()
-        is_right = [engine.state is EngineState.READY and engine.revision == revision for engine in engines]
+        is_right = [engine.state is EngineStage.READY and engine.revision == revision for engine in engines]
         return all(is_right) and len(is_right) == wanted
 
     def failure(self, revision: int) -> str:
         """Return why a revision does not start; empty if one of its engines has served, or none has failed."""
-        failed = [e.reason for e in self.engines.values() if e.state is EngineState.FAILED and e.revision == revision]
+        failed = [e.reason for e in self.engines.values() if e.state is EngineStage.FAILED and e.revision == revision]
         return failed[0] if failed and revision not in self._served_revisions else ""
 
     def plan(
@@ -205,7 +205,7 @@ class Ledger:
         """
         drained = [Remove(number) for number, engine in self.engines.items() if self._has_drained(engine)]
         failed, num_blocked = self._after_failures(now, revision)
-        live = [e for e in self.engines.values() if e.state in (EngineState.STARTING, EngineState.READY)]
+        live = [e for e in self.engines.values() if e.state in (EngineStage.STARTING, EngineStage.READY)]
         current = [e for e in live if e.revision == revision and e.node not in leaving]
         outdated = [e for e in live if e not in current]
         is_stopped = bool(self.failure(revision)) and bool(outdated)  # an upgrade whose revision does not start
@@ -217,7 +217,7 @@ class Ledger:
 
     @staticmethod
     def _has_drained(engine: FleetEngine) -> bool:
-        return engine.state is EngineState.DRAINING and bool(engine.reason)
+        return engine.state is EngineStage.DRAINING and bool(engine.reason)
 
     def _after_failures(self, now: float, revision: int) -> tuple[list[Action], int]:
         """Return the removals of failed engines, and how many engines of `revision` must not be started because of one.
@@ -228,7 +228,7 @@ class Ledger:
         removals: list[Action] = []
         num_blocked = 0
         for engine in self.engines.values():
-            if engine.state is not EngineState.FAILED:
+            if engine.state is not EngineStage.FAILED:
                 continue
             is_current = engine.revision == revision
             may_retry = revision in self._served_revisions and now - engine.changed_s >= LOST_RETRY_S
@@ -247,11 +247,11 @@ class Ledger:
         Engines that do not serve yet are removed: the outdated, and the newest of too many. Of those that serve the
         surplus is drained: outdated engines first, from the oldest, then current ones from the newest.
         """
-        unready = [e for e in outdated if e.state is EngineState.STARTING and not is_stopped]
-        starting = [e for e in current if e.state is EngineState.STARTING]
+        unready = [e for e in outdated if e.state is EngineStage.STARTING and not is_stopped]
+        starting = [e for e in current if e.state is EngineStage.STARTING]
         unready += sorted(starting, key=lambda e: -e.number)[: max(0, len(current) - wanted)]
-        ready_current = [e for e in current if e.state is EngineState.READY]
-        ready_outdated = [e for e in outdated if e.state is EngineState.READY]
+        ready_current = [e for e in current if e.state is EngineStage.READY]
+        ready_outdated = [e for e in outdated if e.state is EngineStage.READY]
         to_keep = wanted if surge else wanted - bool(ready_outdated)
         if is_stopped:
             to_keep = max(to_keep, len(ready_outdated))

@@ -10,7 +10,7 @@ from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.linear import Linear
 from inferengine.layers.norm import HeadNorm, RMSNorm
-from inferengine.layers.parallel import ParallelRMSNorm, Span
+from inferengine.layers.parallel import DimensionRange, ParallelRMSNorm
 from inferengine.layers.rotary import RopeConfig, head_order
 
 
@@ -51,7 +51,7 @@ class Attention(CachedAttention):
             self.q_wide = _wide_norm(ops, config, config.num_heads)
             self.k_wide = _wide_norm(ops, config, config.num_kv_heads)
         self.sinks = nn.Parameter(torch.empty(config.num_heads), requires_grad=False) if config.sinks else None
-        self.held: Span | None = None  # which of the model's query heads it has; None: all
+        self.held: DimensionRange | None = None  # which of the model's query heads it has; None: all
         self.sink_scores: torch.Tensor | None = None
         self.q_gain: torch.Tensor | None = None
         self.k_gain: torch.Tensor | None = None

@@ -18,7 +18,7 @@ from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import MoeConfig
 from inferengine.layers.linear import GatedMLP
 from inferengine.layers.norm import Norm, RMSNorm
-from inferengine.layers.parallel import Communicator, Span
+from inferengine.layers.parallel import Communicator, DimensionRange
 
 
 class ExpertLinear(nn.Module):
@@ -29,7 +29,7 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.num_experts = num_experts
-        self.held: Span | None = None  # which of a checkpoint's experts they are; None: all
+        self.held: DimensionRange | None = None  # which of a checkpoint's experts they are; None: all
         self.parts = parts * num_experts
         rows = sum(self.parts)
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)

@@ -56,7 +56,7 @@ class Communicator(Protocol):
         ...
 
 
-class Span(NamedTuple):
+class DimensionRange(NamedTuple):
     """The part [begin, end) of a dimension that has `whole` entries."""
 
     begin: int
@@ -68,9 +68,9 @@ class Span(NamedTuple):
         """Number of entries."""
         return self.end - self.begin
 
-    def times(self, count: int) -> Span:
+    def times(self, count: int) -> DimensionRange:
         """Return the span in units that are `count` times smaller."""
-        return Span(self.begin * count, self.end * count, self.whole * count)
+        return DimensionRange(self.begin * count, self.end * count, self.whole * count)
 
 
 class Cut(NamedTuple):
@@ -78,7 +78,7 @@ class Cut(NamedTuple):
     tensor's size there."""
 
     dim: int
-    spans: tuple[Span, ...]
+    spans: tuple[DimensionRange, ...]
     whole: int
 
     def of(self, tensor: Any) -> torch.Tensor:
@@ -93,8 +93,8 @@ class Cut(NamedTuple):
 class LinearPart:
     """The part of a Linear that this rank holds: `outputs` of each of its projections, or `inputs` of all."""
 
-    outputs: tuple[Span, ...] = ()
-    inputs: Span | None = None
+    outputs: tuple[DimensionRange, ...] = ()
+    inputs: DimensionRange | None = None
     is_interleaved: bool = False  # a checkpoint stores the projections head by head
 
     def cut(self, part: int | None, *, is_bias: bool = False) -> Cut | None:
@@ -107,10 +107,10 @@ class LinearPart:
         whole = sum(span.whole for span in self.outputs)
         if self.is_interleaved:
             first, last = (sum(getattr(span, side) for span in self.outputs) for side in ("begin", "end"))
-            return Cut(0, (Span(first, last, whole),), whole)
+            return Cut(0, (DimensionRange(first, last, whole),), whole)
         spans, before = [], 0
         for span in self.outputs:
-            spans.append(Span(before + span.begin, before + span.end, whole))
+            spans.append(DimensionRange(before + span.begin, before + span.end, whole))
             before += span.whole
         return Cut(0, tuple(spans), whole)
 
@@ -121,15 +121,15 @@ class Shard(NamedTuple):
     rank: int = 0
     size: int = 1
 
-    def span(self, whole: int, unit: int = 1) -> Span:
+    def span(self, whole: int, unit: int = 1) -> DimensionRange:
         """This rank's part of `whole` entries, in multiples of `unit` up to the last."""
         units = -(-whole // unit)
         each, more = divmod(units, self.size)
         begin = self.rank * each + min(self.rank, more)
         end = begin + each + (self.rank < more)
-        return Span(min(begin * unit, whole), min(end * unit, whole), whole)
+        return DimensionRange(min(begin * unit, whole), min(end * unit, whole), whole)
 
-    def heads(self, config: DecoderConfig) -> tuple[Span, Span]:
+    def heads(self, config: DecoderConfig) -> tuple[DimensionRange, DimensionRange]:
         """This rank's query heads and KV heads. Raises ConfigError where some rank would have no query head."""
         queries, keys, size = config.num_heads, config.num_kv_heads, self.size
         each = queries // keys
@@ -141,29 +141,31 @@ class Shard(NamedTuple):
         if each < after - first:
             raise ConfigError(KEY, f"{queries} query heads in {keys} groups do not divide among {size} ranks")
         part = Shard(self.rank - first, after - first).span(each)
-        return Span(head * each + part.begin, head * each + part.end, queries), Span(head, head + 1, keys)
+        return DimensionRange(head * each + part.begin, head * each + part.end, queries), DimensionRange(
+            head, head + 1, keys
+        )
 
-    def width(self, config: DecoderConfig) -> Span:
+    def width(self, config: DecoderConfig) -> DimensionRange:
         """This rank's part of the feed-forward block's width. Raises ConfigError where some rank would have none."""
         return self.width_of(config.intermediate_size)
 
-    def width_of(self, whole: int) -> Span:
+    def width_of(self, whole: int) -> DimensionRange:
         """This rank's part of a width, in the largest unit that divides it. Raises ConfigError as `width`."""
         if whole < self.size:
             raise ConfigError(KEY, f"a feed-forward block of width {whole} does not divide among {self.size} ranks")
         return self.span(whole, next(unit for unit in UNITS if whole % unit == 0 and whole // unit >= self.size))
 
-    def experts(self, moe: MoeConfig) -> Span:
+    def experts(self, moe: MoeConfig) -> DimensionRange:
         """The experts that this rank holds. Raises ConfigError where some rank would have none."""
         if moe.num_experts < self.size:
             raise ConfigError(KEY, f"{moe.num_experts} experts do not divide among {self.size} ranks")
         return self.span(moe.num_experts)
 
-    def vocabulary(self, config: DecoderConfig) -> Span:
+    def vocabulary(self, config: DecoderConfig) -> DimensionRange:
         """This rank's tokens; the last ranks of a small vocabulary may have none."""
         size = self.vocabulary_rows(config)
         begin = min(self.rank * size, config.vocab_size)
-        return Span(begin, min(begin + size, config.vocab_size), config.vocab_size)
+        return DimensionRange(begin, min(begin + size, config.vocab_size), config.vocab_size)
 
     def vocabulary_rows(self, config: DecoderConfig) -> int:
         """Rows of the embedding and of the head on each rank, padding included."""
@@ -190,7 +192,9 @@ class Shard(NamedTuple):
 class VocabularyParallelEmbedding(TokenEmbedding):
     """A TokenEmbedding of which each rank holds some rows, and all return the sum: one of them has the token's row."""
 
-    def __init__(self, whole: TokenEmbedding, rows: int, span: Span, communicator: Communicator | None) -> None:
+    def __init__(
+        self, whole: TokenEmbedding, rows: int, span: DimensionRange, communicator: Communicator | None
+    ) -> None:
         assert whole.weight is not None  # nothing is packed yet
         super().__init__(rows, whole.weight.shape[1], scale=whole.scale)
         self.span, self.communicator = span, communicator
@@ -214,7 +218,7 @@ class VocabularyParallelHead(Head):
         self,
         whole: Head,
         rows: int,
-        span: Span,
+        span: DimensionRange,
         hidden_size: int,
         tied: TokenEmbedding | None,
         communicator: Communicator | None,
@@ -243,7 +247,7 @@ class VocabularyParallelHead(Head):
 class ParallelRMSNorm(nn.Module):
     """RMS norm over the heads of all ranks, each of which holds some (OLMo 2)."""
 
-    def __init__(self, span: Span, eps: float, communicator: Communicator | None) -> None:
+    def __init__(self, span: DimensionRange, eps: float, communicator: Communicator | None) -> None:
         super().__init__()
         self.span, self.eps, self.communicator = span, eps, communicator
         self.weight = nn.Parameter(torch.empty(span.size), requires_grad=False)

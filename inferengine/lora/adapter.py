@@ -59,7 +59,7 @@ class Factors(NamedTuple):
 EMBEDDING, HEAD = "embed", "head"  # the model's modules that an adapter may replace
 
 
-class Place(NamedTuple):
+class Projection(NamedTuple):
     """A projection of the model: the name of a Linear, and which of its parts (None: all of them)."""
 
     linear: str
@@ -71,7 +71,7 @@ class Adapter:
     """A LoRA adapter in host memory."""
 
     name: str
-    factors: dict[Place, Factors]
+    factors: dict[Projection, Factors]
     whole: dict[str, torch.Tensor] = field(default_factory=dict)  # weights in place of EMBEDDING's and HEAD's
 
 
@@ -82,8 +82,8 @@ def read_adapter(
     InferEngineError naming what is wrong; the model is not touched."""
     config = _config(folder, name)
     sizes = _Sizes(config, name, max_rank)
-    places: dict[Place, dict[str, torch.Tensor]] = {}
-    scalings: dict[Place, float] = {}
+    places: dict[Projection, dict[str, torch.Tensor]] = {}
+    scalings: dict[Projection, float] = {}
     saved = _Saved(config, name, model, targets)
     stored = _read_tensors(folder, name)
     for key, tensor in sorted(stored.items()):
@@ -230,7 +230,7 @@ def _positive(config: dict[str, Any], key: str, name: str) -> float:
     return value
 
 
-def _place(key: str, name: str, model: nn.Module, targets: Mapping[str, Any]) -> tuple[Place, str, str]:
+def _place(key: str, name: str, model: nn.Module, targets: Mapping[str, Any]) -> tuple[Projection, str, str]:
     """The projection that a tensor of the adapter belongs to, A or B or MAGNITUDE, and the adapter's name for it."""
     match = TENSOR.fullmatch(key)
     number = NUMBER.search(key)
@@ -249,7 +249,7 @@ def _place(key: str, name: str, model: nn.Module, targets: Mapping[str, Any]) ->
         raise _refused(name, f"the tensor {key} adapts {what}")
     if not isinstance(module, Linear):
         raise _refused(name, f"the tensor {key} adapts what is no linear layer of this model, which is not supported")
-    return Place(linear, target.part if len(module.parts) > 1 else None), match.group(2) or MAGNITUDE, stem
+    return Projection(linear, target.part if len(module.parts) > 1 else None), match.group(2) or MAGNITUDE, stem
 
 
 def _read_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
@@ -266,14 +266,14 @@ def _check_type(tensor: torch.Tensor, name: str, key: str) -> None:
         raise _refused(name, f"the tensor {key} is stored as {tensor.dtype}, which this engine does not read")
 
 
-def _linear(model: nn.Module, place: Place) -> Linear:
+def _linear(model: nn.Module, place: Projection) -> Linear:
     module = model.get_submodule(place.linear)
     assert isinstance(module, Linear)  # checked by `_place`
     return module
 
 
 def _check_shape(
-    tensor: torch.Tensor, kind: str, place: Place, rank: int, model: nn.Module, name: str, key: str
+    tensor: torch.Tensor, kind: str, place: Projection, rank: int, model: nn.Module, name: str, key: str
 ) -> None:
     module = _linear(model, place)
     parts, inputs = module.parts, module.in_features
@@ -286,7 +286,7 @@ def _check_shape(
         raise _refused(name, f"the tensor {key} has shape {list(tensor.shape)} where {list(wanted)} is due")
 
 
-def _held(tensor: torch.Tensor, kind: str, place: Place, model: nn.Module) -> torch.Tensor:
+def _held(tensor: torch.Tensor, kind: str, place: Projection, model: nn.Module) -> torch.Tensor:
     """What this rank needs of a tensor: A is divided as the layer's inputs are, B and magnitudes as its outputs."""
     module = _linear(model, place)
     if module.held is None or (kind == "A") != (module.held.inputs is not None):

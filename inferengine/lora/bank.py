@@ -32,14 +32,14 @@ from inferengine.kernels.ops import Ops
 from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.linear import Linear
 from inferengine.layers.parallel import Communicator
-from inferengine.lora.adapter import CONFIG, EMBEDDING, HEAD, Adapter, Factors, Place, read_adapter
+from inferengine.lora.adapter import CONFIG, EMBEDDING, HEAD, Adapter, Factors, Projection, read_adapter
 
 logger = logging.getLogger(__name__)
 
 COLUMNS_AT_ONCE = 256  # of a weight, read while an adapter is loaded
 
 
-class Columns(NamedTuple):
+class AdapterColumns(NamedTuple):
     """The adapter and the scaling of each of C stacked columns. Shared by layers with equal columns."""
 
     adapters: torch.Tensor  # [C] int32
@@ -58,7 +58,7 @@ class Stack(NamedTuple):
 
     down: torch.Tensor
     up: torch.Tensor
-    columns: Columns
+    columns: AdapterColumns
     gains: Gains | None
 
 
@@ -275,7 +275,8 @@ class AdapterBank:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _restack(self, names: set[str]) -> None:
-        """Stack the factors of these layers anew, all of them or none. Layers with equal columns share one Columns."""
+        """Stack the factors of these layers anew, all of them or none. Layers with equal columns share one
+        AdapterColumns."""
         known = {self._signature(stack.columns): stack.columns for stack in self._stacks.values()}
         made: dict[str, Stack] = {}
         for name in sorted(names):  # all ranks in the same order
@@ -284,7 +285,7 @@ class AdapterBank:
             gains: dict[int, torch.Tensor] = {}
             for number, adapter in self.adapters.items():
                 for part in (None, *range(len(parts))):
-                    factors = adapter.factors.get(Place(name, part))
+                    factors = adapter.factors.get(Projection(name, part))
                     if factors is None:
                         continue
                     first, rows = (0, sum(parts)) if part is None else (sum(parts[:part]), parts[part])
@@ -302,7 +303,7 @@ class AdapterBank:
                     scaling += [factors.scaling] * rank
             if not downs:
                 continue
-            columns = Columns(
+            columns = AdapterColumns(
                 torch.tensor(adapters, dtype=torch.int32, device=self.device),
                 torch.tensor(scaling, dtype=self.dtype, device=self.device),
             )
@@ -346,7 +347,7 @@ class AdapterBank:
         return (factors.magnitude.to(self.device).float() / squares.sqrt_()).cpu()
 
     @staticmethod
-    def _signature(columns: Columns) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    def _signature(columns: AdapterColumns) -> tuple[tuple[int, ...], tuple[float, ...]]:
         return tuple(columns.adapters.tolist()), tuple(columns.scaling.tolist())
 
 

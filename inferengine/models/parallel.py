@@ -16,10 +16,10 @@ from inferengine.layers.parallel import (
     KEY,
     Communicator,
     Cut,
+    DimensionRange,
     LinearPart,
     ParallelRMSNorm,
     Shard,
-    Span,
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
     summed,
@@ -72,14 +72,14 @@ def divide(model: DecoderModel, config: DecoderConfig, shard: Shard, communicato
     model.embed = embed
 
 
-def _divide_latent(attention: LatentAttention, config: DecoderConfig, heads: Span) -> None:
+def _divide_latent(attention: LatentAttention, config: DecoderConfig, heads: DimensionRange) -> None:
     """Every rank computes the latents, and the queries, keys and values of its own heads."""
     latent = config.latent
     assert latent is not None  # what it is built of
     queries = heads.times(latent.query_dim)
     cached = latent.rank + latent.rotary_dim
     if attention.query_up is None:
-        attention.qkv.held = LinearPart((queries, Span(0, cached, cached)))
+        attention.qkv.held = LinearPart((queries, DimensionRange(0, cached, cached)))
     else:
         attention.query_up.held = LinearPart((queries,))
     attention.up.held = LinearPart((heads.times(latent.plain_dim + latent.value_dim),))

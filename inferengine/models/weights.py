@@ -29,7 +29,7 @@ LAYER = re.compile(r"\.(\d+)\.")
 ALIGNMENT = 64  # bytes: the widest vector of a CPU
 ELSEWHERE = -1  # in place of a part's number
 READABLE = (torch.float32, torch.float16, torch.bfloat16)
-Progress = Callable[[float], None]  # share done in [0, 1]
+ShareDone = Callable[[float], None]  # share done in [0, 1]
 
 
 class WeightPart(NamedTuple):
@@ -46,7 +46,7 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress = lambda share: None,
+    progress: ShareDone = lambda share: None,
 ) -> None:
     """Fill every parameter of `model` from the folder's safetensors. Raises ConfigError naming a tensor or file."""
     _allocate(model, dtype, device)
@@ -59,7 +59,7 @@ def check_weights(model: nn.Module, weight_map: WeightMap, folder: Path) -> None
     _read_all(model, weight_map, folder, lambda share: None)
 
 
-def _read_all(model: nn.Module, weight_map: WeightMap, folder: Path, progress: Progress) -> None:
+def _read_all(model: nn.Module, weight_map: WeightMap, folder: Path, progress: ShareDone) -> None:
     if folder.suffix == SUFFIX:
         _read_gguf(model, weight_map, folder, progress)
         return
@@ -81,7 +81,7 @@ def _read_all(model: nn.Module, weight_map: WeightMap, folder: Path, progress: P
     progress(1.0)
 
 
-def _read_gguf(model: nn.Module, weight_map: WeightMap, path: Path, progress: Progress) -> None:
+def _read_gguf(model: nn.Module, weight_map: WeightMap, path: Path, progress: ShareDone) -> None:
     """Of a GGUF file, whose norms have no 1 left to be added."""
     targets = {name: target._replace(plus_one=False) for name, target in weight_map.targets.items()}
     loader, shard = _Loader(model, weight_map._replace(targets=targets)), GgufShard(path)

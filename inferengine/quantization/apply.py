@@ -16,7 +16,7 @@ from inferengine.errors import ConfigError
 from inferengine.kernels.ops import Ops
 from inferengine.layers.linear import Linear
 from inferengine.layers.moe import ExpertLinear, Experts
-from inferengine.layers.parallel import Span
+from inferengine.layers.parallel import DimensionRange
 from inferengine.quantization import act_order, gguf
 from inferengine.quantization.checkpoints import layout_of, mxfp4
 from inferengine.quantization.checkpoints.layout import Layout
@@ -144,7 +144,7 @@ def _read_mxfp4(model: nn.Module, targets: Mapping[str, Any], device: torch.devi
             blocks = _checkpoint_names(f"{name}.blocks", targets, 1)
             rows = sum(module.parts) // module.num_experts
             stem = blocks[0].removesuffix("_blocks")
-            held = module.held or Span(0, module.num_experts, module.num_experts)
+            held = module.held or DimensionRange(0, module.num_experts, module.num_experts)
             module.weight = None
             module.source = StoredExperts(stem, held, rows, module.in_features, device)
 

@@ -13,7 +13,7 @@ import torch
 from inferengine.errors import ConfigError
 from inferengine.kernels.experts import E2M1, MX_GROUP, ExpertCodes
 from inferengine.kernels.ops import Ops
-from inferengine.layers.parallel import Span
+from inferengine.layers.parallel import DimensionRange
 from inferengine.quantization.schemes import fp8_blocks, fp8_per_channel, fp8_per_tensor, int4_groups, int8_per_channel
 from inferengine.quantization.stored import StoredWeight
 from inferengine.quantization.weight import QuantizedWeight
@@ -79,7 +79,7 @@ class StoredExperts:
     """What an ExpertLinear holds while a checkpoint in MXFP4 is read: `blocks` [experts, rows, K / 32, 16] uint8 and
     `scales` [experts, rows, K / 32] uint8, of which it keeps those of the experts in `held`."""
 
-    def __init__(self, name: str, held: Span, rows: int, in_features: int, device: torch.device) -> None:
+    def __init__(self, name: str, held: DimensionRange, rows: int, in_features: int, device: torch.device) -> None:
         num_experts, self.held = held.whole, held
         groups = in_features // MX_GROUP
         self.name, self.device = name, device

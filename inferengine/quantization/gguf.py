@@ -28,7 +28,7 @@ from inferengine.kernels.ops import Ops
 from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.linear import Linear
 from inferengine.layers.moe import ExpertLinear, Experts
-from inferengine.layers.parallel import Cut, Span
+from inferengine.layers.parallel import Cut, DimensionRange
 from inferengine.quantization.experts import with_expert_codes
 from inferengine.quantization.gguf_experts import StoredRows, bytes_per_weight, random_blocks, stored_experts
 
@@ -206,7 +206,7 @@ def _cut_blocks(name: str, raw: torch.Tensor, cut: Cut | None, kind: str) -> tor
             "engine.tensor_parallel", f"the blocks of {form.block} weights of {name} do not divide among the ranks"
         )
     unit = form.num_bytes
-    spans = tuple(Span(*(side // form.block * unit for side in span)) for span in cut.spans)
+    spans = tuple(DimensionRange(*(side // form.block * unit for side in span)) for span in cut.spans)
     return cut._replace(spans=spans).of(raw)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from inferengine.layers.parallel import Cut, Span
+from inferengine.layers.parallel import Cut, DimensionRange
 
 FP8, INT8, INT4 = "fp8", "int8", "int4"  # kinds of codes
 FP8_MAX = 448.0  # largest finite e4m3 number
@@ -88,16 +88,18 @@ def cut(weight: QuantizedWeight, part: Cut | None) -> QuantizedWeight:
         if any(side % weight.block.rows for span in part.spans for side in (span.begin, span.end % part.whole)):
             weight = by_row(weight)
         rows = weight.block.rows
-        scaled = part._replace(spans=tuple(Span(s.begin // rows, -(-s.end // rows), s.whole) for s in part.spans))
+        scaled = part._replace(
+            spans=tuple(DimensionRange(s.begin // rows, -(-s.end // rows), s.whole) for s in part.spans)
+        )
     else:
         columns = weight.block.columns
         if columns >= part.whole:
-            scaled = part._replace(spans=(Span(0, 1, 1),))
+            scaled = part._replace(spans=(DimensionRange(0, 1, 1),))
         elif any(side % columns for span in part.spans for side in (span.begin, span.end % part.whole)):
             raise ValueError(f"its groups of {columns} inputs do not divide among the ranks of engine.tensor_parallel")
         else:
             scaled = part._replace(
-                spans=tuple(Span(s.begin // columns, -(-s.end // columns), s.whole) for s in part.spans)
+                spans=tuple(DimensionRange(s.begin // columns, -(-s.end // columns), s.whole) for s in part.spans)
             )
     zeros = None if weight.zeros is None else scaled.of(weight.zeros)
     codes = part.of(weight.codes.view(torch.uint8)).view(weight.codes.dtype)

@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from inferengine.client.load_balancing import mix
 from inferengine.simulation.cost_model import StepShape
-from inferengine.simulation.traces import Part, TraceRequest
+from inferengine.simulation.traces import PromptPart, TraceRequest
 from inferengine.simulation.virtual_engine import EngineOptions
 
 MOST_STEPS = 64  # decode steps simulated at once; more would ignore how the context grows
 LEAST_CHUNK = 64  # prompt tokens that a step takes at least, whatever the target for the time between tokens
 
 
-class Run:
+class SimulatedRequest:
     """A request at an engine. `chain` is its prompt; for a resumed request also its output so far."""
 
     __slots__ = (
@@ -34,7 +34,7 @@ class Run:
 
     def __init__(self, request: TraceRequest) -> None:
         self.request = request
-        self.chain: Sequence[Part] = request.chain
+        self.chain: Sequence[PromptPart] = request.chain
         self.num_prompt = request.prompt.num_tokens
         self.num_left = request.num_output  # output tokens to produce at this engine
         self.first_token_s = -1.0
@@ -67,7 +67,7 @@ class PartCache:
         self._free: dict[int, None] = {}  # parts without pins, least recently used first
         self._used = 0
 
-    def num_known(self, chain: Sequence[Part]) -> int:
+    def num_known(self, chain: Sequence[PromptPart]) -> int:
         """Return the length in tokens of the longest beginning that is cached."""
         tokens = 0
         for key, num_tokens in chain:
@@ -77,7 +77,7 @@ class PartCache:
             tokens += num_tokens
         return tokens
 
-    def computed(self, chain: Sequence[Part], begin: int, end: int) -> None:
+    def computed(self, chain: Sequence[PromptPart], begin: int, end: int) -> None:
         """Mark the parts of a prompt that end between tokens `begin` and `end` as computed, so that others use them."""
         tokens = 0
         for key, num_tokens in chain:
@@ -87,7 +87,7 @@ class PartCache:
             if tokens > begin:
                 self._parts[key][2] = 1
 
-    def take(self, chain: Sequence[Part], num_output: int) -> bool:
+    def take(self, chain: Sequence[PromptPart], num_output: int) -> bool:
         """Pin a prompt's parts and reserve room for its output. Returns False if there is no room."""
         parts, free = self._parts, self._free
         needed = num_output + sum(num_tokens for key, num_tokens in chain if key not in parts)
@@ -113,7 +113,7 @@ class PartCache:
         self._used += needed
         return True
 
-    def give(self, chain: Sequence[Part], answer: int, num_output: int) -> None:
+    def give(self, chain: Sequence[PromptPart], answer: int, num_output: int) -> None:
         """Unpin a prompt's parts after its end, and keep its output as a part."""
         if answer in self._parts:
             self._used -= num_output
@@ -134,7 +134,7 @@ class SharedCache(PartCache):
         super().__init__(capacity)
         self._known = known
 
-    def num_known(self, chain: Sequence[Part]) -> int:
+    def num_known(self, chain: Sequence[PromptPart]) -> int:
         """Return the length in tokens of the longest beginning that any engine has computed."""
         tokens = 0
         for key, num_tokens in chain:
@@ -143,14 +143,14 @@ class SharedCache(PartCache):
             tokens += num_tokens
         return tokens
 
-    def take(self, chain: Sequence[Part], num_output: int) -> bool:
+    def take(self, chain: Sequence[PromptPart], num_output: int) -> bool:
         """As PartCache.take; the parts then count as cached at all engines."""
         taken = super().take(chain, num_output)
         if taken:
             self._known.update(key for key, _ in chain)
         return taken
 
-    def give(self, chain: Sequence[Part], answer: int, num_output: int) -> None:
+    def give(self, chain: Sequence[PromptPart], answer: int, num_output: int) -> None:
         """As PartCache.give; the output then counts as cached at all engines."""
         super().give(chain, answer, num_output)
         self._known.add(answer)
@@ -171,10 +171,10 @@ class LightEngine:
         self._target_s, self._target_factor = scheduler.itl_target_s, scheduler.itl_target_factor
         self._token_s = capacity.prefill_token_s
         self._cache = cache or PartCache(capacity.groups[0].num_blocks * capacity.block_size)
-        self.waiting: deque[Run] = deque()
+        self.waiting: deque[SimulatedRequest] = deque()
         self.waiting_tokens = 0
-        self._prefilling: list[Run] = []
-        self._decoding: list[tuple[int, int, Run]] = []  # heap, ordered by the step that ends each run
+        self._prefilling: list[SimulatedRequest] = []
+        self._decoding: list[tuple[int, int, SimulatedRequest]] = []  # heap, ordered by the step that ends each run
         self._contexts = 0  # KV tokens that the next decode step reads
         self.num_steps = 0
         self.version = 0
@@ -183,18 +183,18 @@ class LightEngine:
         self.is_stepping = False
         self.num_hit_tokens = self.num_prompt_tokens = 0
         self.busy_s = 0.0
-        self.ended: list[Run] = []  # runs that ended since the caller last emptied the list
+        self.ended: list[SimulatedRequest] = []  # runs that ended since the caller last emptied the list
 
     @property
     def num_requests(self) -> int:
         """Number of requests that have not ended."""
         return len(self.waiting) + len(self._prefilling) + len(self._decoding)
 
-    def all_runs(self) -> list[Run]:
+    def all_runs(self) -> list[SimulatedRequest]:
         """Return the requests that have not ended, in no particular order."""
         return [*self.waiting, *self._prefilling, *(item[2] for item in self._decoding)]
 
-    def submit(self, run: Run, now: float) -> StepEnd | None:
+    def submit(self, run: SimulatedRequest, now: float) -> StepEnd | None:
         """Queue a request. If several decode steps are simulated at once, only the current one is completed."""
         self.waiting.append(run)
         self.waiting_tokens += run.num_prompt
@@ -227,7 +227,7 @@ class LightEngine:
         return self._begin(now)
 
     def _end_chunks(self, now: float) -> None:
-        left: list[Run] = []
+        left: list[SimulatedRequest] = []
         for place, run in enumerate(self._prefilling):
             run.num_computed += self._chunks[place] if place < len(self._chunks) else 0
             if run.num_computed < run.num_prompt:
@@ -243,7 +243,7 @@ class LightEngine:
             self._contexts += run.num_prompt + 1
         self._prefilling, self._chunks = left, []
 
-    def _end(self, run: Run, *, is_decoding: bool) -> None:
+    def _end(self, run: SimulatedRequest, *, is_decoding: bool) -> None:
         if is_decoding:
             self._contexts -= run.num_prompt + run.num_left
         self._cache.give(run.chain, run.request.answer, run.num_left)
@@ -305,7 +305,7 @@ class LightEngine:
             pairs += self._add_chunk(run, count)
         return planned, pairs
 
-    def _add_chunk(self, run: Run, count: int) -> float:
+    def _add_chunk(self, run: SimulatedRequest, count: int) -> float:
         """Plan the next `count` tokens of a prompt. Returns their attention pairs.
 
         The tokens count as cached at once: steps run in order, so a later request may use them.

@@ -17,9 +17,9 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from inferengine.client.load_balancing import LoadBalancer, Prompt, mix, told_beginnings
+from inferengine.client.load_balancing import LoadBalancer, PromptHashes, mix, told_beginnings
 from inferengine.simulation.fleet import DETECTION_S, LEASE_S, STATUS_INTERVAL_S, Failure
-from inferengine.simulation.light_engine import LightEngine, PartCache, Run, SharedCache, StepEnd
+from inferengine.simulation.light_engine import LightEngine, PartCache, SharedCache, SimulatedRequest, StepEnd
 from inferengine.simulation.policies import COMPARED, CacheAware
 from inferengine.simulation.report import percentile
 from inferengine.simulation.traces import Trace, TraceRequest
@@ -51,7 +51,9 @@ class _LightHost:
         self.engine = engine
         self.incarnation = 0
         self.is_alive = True
-        self.lost: list[Run] = []  # requests that had output when the engine died, waiting for its lease to end
+        self.lost: list[
+            SimulatedRequest
+        ] = []  # requests that had output when the engine died, waiting for its lease to end
 
 
 class LightFleet:
@@ -93,7 +95,7 @@ class LightFleet:
         self._events: list[tuple[float, int, int, Any]] = []
         self._sequence = 0
         self._num_planned = 0  # follow-up turns that have not arrived yet
-        self._unplaced: list[Run] = []
+        self._unplaced: list[SimulatedRequest] = []
         for failure in failures:
             self._plan(failure.time_s, _FAILURE, failure)
 
@@ -120,7 +122,7 @@ class LightFleet:
 
     def _on_arrival(self, request: TraceRequest) -> None:
         self.num_submitted += 1
-        self._dispatch(Run(request))
+        self._dispatch(SimulatedRequest(request))
 
     def _on_turn(self, request: TraceRequest) -> None:
         self._num_planned -= 1
@@ -170,7 +172,7 @@ class LightFleet:
         if failure.restart_s is not None:
             self._plan(self.now + failure.restart_s, _RETURN, host)
 
-    def _on_detection(self, payload: tuple[_LightHost, int, list[Run]]) -> None:
+    def _on_detection(self, payload: tuple[_LightHost, int, list[SimulatedRequest]]) -> None:
         _, _, stranded = payload
         self._tell_available()
         for run in stranded:
@@ -200,7 +202,7 @@ class LightFleet:
         cache = PartCache(num_tokens) if self._known is None else SharedCache(num_tokens, self._known)
         return LightEngine(self._options, cache)
 
-    def _dispatch(self, run: Run) -> None:
+    def _dispatch(self, run: SimulatedRequest) -> None:
         prompt = run.request.prompt
         if self._names_sessions:
             prompt = prompt._replace(session=mix(run.request.session.uid))
@@ -218,13 +220,13 @@ class LightFleet:
             self._placed.append((host.index, told_beginnings(prompt.keys), sessions))
         self._follow(host, host.engine.submit(run, self.now))
 
-    def _choose_ideal(self, prompt: Prompt) -> int:
+    def _choose_ideal(self, prompt: PromptHashes) -> int:
         """Return the engine with the fewest open requests, and count this one."""
         index = self._open.index(min(self._open))
         self._open[index] += 1.0 + 1e-6 * prompt.num_tokens
         return index
 
-    def _choose(self, run: Run, prompt: Prompt) -> int | None:
+    def _choose(self, run: SimulatedRequest, prompt: PromptHashes) -> int | None:
         """Let a front end's balancer choose an engine. Returns None if none is available."""
         number = run.request.uid % len(self.balancers)  # turns of a session may reach different front ends
         balancer, policy = self.balancers[number], self._policies[number]
@@ -240,14 +242,14 @@ class LightFleet:
         if end is not None:
             self._plan(end.time_s, _STEP, (host, host.incarnation, end.version))
 
-    def _left(self, host: _LightHost, run: Run) -> None:
+    def _left(self, host: _LightHost, run: SimulatedRequest) -> None:
         """Count that a request has left this engine."""
         if self._known is not None:
             self._open[host.index] -= 1.0 + 1e-6 * run.request.prompt.num_tokens
         elif (router := self._router_of.pop(run.request.uid, None)) is not None:
             router.ended(host.index)
 
-    def _ended(self, host: _LightHost, run: Run) -> None:
+    def _ended(self, host: _LightHost, run: SimulatedRequest) -> None:
         self._left(host, run)
         request, objective = run.request, self._trace.kind.objective
         first_token_s = run.first_token_s - request.arrival_s

@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from inferengine.client.load_balancing import BOUNDARIES, POLICIES, Choice, EngineLoads, Policy, Prompt
+from inferengine.client.load_balancing import BOUNDARIES, POLICIES, ChosenEngine, EngineLoads, Policy, PromptHashes
 
 
 class RandomChoice(Policy):
@@ -27,9 +27,9 @@ class RandomChoice(Policy):
     def __init__(self, generator: random.Random) -> None:
         self._random = generator.random
 
-    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: PromptHashes) -> ChosenEngine:
         """Return one of the candidates."""
-        return Choice(candidates[int(self._random() * len(candidates))], prompt.num_tokens)
+        return ChosenEngine(candidates[int(self._random() * len(candidates))], prompt.num_tokens)
 
 
 class LeastLoaded(Policy):
@@ -40,12 +40,12 @@ class LeastLoaded(Policy):
     def __init__(self, generator: random.Random) -> None:
         self._random = generator.random
 
-    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: PromptHashes) -> ChosenEngine:
         """Return the candidate with the fewest requests; among equals the first after a random position."""
         begin = int(self._random() * len(candidates))
         turned = [*candidates[begin:], *candidates[:begin]]
         counts = list(map(loads.num_requests.__getitem__, turned))
-        return Choice(turned[counts.index(min(counts))], prompt.num_tokens)
+        return ChosenEngine(turned[counts.index(min(counts))], prompt.num_tokens)
 
 
 class CacheAware(Policy):
@@ -71,7 +71,7 @@ class CacheAware(Policy):
         """Count that an open request of this worker has ended."""
         self._open[engine] -= 1
 
-    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: Prompt) -> Choice:
+    def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: PromptHashes) -> ChosenEngine:
         """Return the worker that the published rules choose."""
         while len(self._open) < len(loads.num_requests):
             self._open.append(0)
@@ -84,9 +84,9 @@ class CacheAware(Policy):
             engine = self._by_tree(candidates, prompt)
         known = self._insert(engine, prompt)
         self._open[engine] += 1
-        return Choice(engine, max(1, prompt.num_tokens - known))
+        return ChosenEngine(engine, max(1, prompt.num_tokens - known))
 
-    def _by_tree(self, candidates: Sequence[int], prompt: Prompt) -> int:
+    def _by_tree(self, candidates: Sequence[int], prompt: PromptHashes) -> int:
         allowed = frozenset(candidates)
         for place in range(len(prompt.keys) - 1, -1, -1):
             if BOUNDARIES[place] <= self._cache_threshold * prompt.num_tokens:
@@ -97,7 +97,7 @@ class CacheAware(Policy):
         sizes = list(map(self._sizes.__getitem__, candidates))
         return candidates[sizes.index(min(sizes))]
 
-    def _insert(self, engine: int, prompt: Prompt) -> int:
+    def _insert(self, engine: int, prompt: PromptHashes) -> int:
         """Add a prompt to a worker's tree. Returns how many of its tokens the tree had already."""
         known, last = 0, 0
         for place, key in enumerate(prompt.keys):

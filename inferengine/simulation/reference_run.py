@@ -70,7 +70,7 @@ def _column() -> array[float]:
 
 
 @dataclass
-class Columns:
+class RunRecord:
     """What is kept of each step and of each request that ended: numbers alone, so that memory tells the engine's."""
 
     step_s: array[float] = field(default_factory=_column)
@@ -132,7 +132,7 @@ def run(workload: ReferenceWorkload, clock_name: str = "wall") -> dict[str, Any]
     clock, executor = StoppableClock(clock_name), RecordingExecutor(capacity)
     options = SchedulerOptions(budget, workload.max_batch_size, prefix_caching=False)
     core = EngineCore(executor, capacity, options, clock=clock.now)
-    columns = Columns()
+    columns = RunRecord()
     rounds: list[dict[str, Any]] = []
     began = clock.now()
     for number in range(workload.rounds):
@@ -176,7 +176,7 @@ def draw(workload: ReferenceWorkload, number: int) -> list[tuple[list[int], int]
     return requests
 
 
-def _run_all(core: EngineCore, executor: RecordingExecutor, clock: StoppableClock, columns: Columns) -> None:
+def _run_all(core: EngineCore, executor: RecordingExecutor, clock: StoppableClock, columns: RunRecord) -> None:
     pool, gauges_of = core.scheduler.kv.pools[0], core.scheduler.snapshot
     while core.has_work:
         began = clock.now()
@@ -208,7 +208,7 @@ def external_fragmentation(num_free: int, longest_run: int) -> float:
     return 1.0 - longest_run / num_free if num_free else 0.0
 
 
-def metrics(columns: Columns, num_submitted: int, elapsed_s: float) -> dict[str, float]:
+def metrics(columns: RunRecord, num_submitted: int, elapsed_s: float) -> dict[str, float]:
     """The 26 metrics under the reference's names. Its queue wait is the time to the first token, its memory
     utilization the share of the pool's slots that hold a token."""
     num_completed, generated = len(columns.total_s), int(sum(columns.output_tokens))

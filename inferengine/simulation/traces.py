@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from inferengine.client.load_balancing import AFFINITY_TOKENS, BOUNDARIES, Prompt, mix
+from inferengine.client.load_balancing import AFFINITY_TOKENS, BOUNDARIES, PromptHashes, mix
 from inferengine.simulation.report import Objective
 from inferengine.simulation.workload import Arrival
 
-Part = tuple[int, int]  # key, tokens
+PromptPart = tuple[int, int]  # key, tokens
 _MASK = (1 << 64) - 1
 _TOKEN_IDS = 1 << 20
 
@@ -106,13 +106,13 @@ TRACES = {
 
 
 @dataclass(slots=True)
-class Session:
+class TraceConversation:
     """A conversation: its prompt so far, and how many turns are left."""
 
     uid: int
     generator: random.Random
     turns_left: int
-    chain: list[Part] = field(default_factory=list)
+    chain: list[PromptPart] = field(default_factory=list)
     num_tokens: int = 0
     hash: int = 0  # of the chain's keys
     keys: list[int] = field(default_factory=list)  # of the boundaries that the chain has passed
@@ -135,11 +135,11 @@ class TraceRequest(NamedTuple):
 
     uid: int
     arrival_s: float
-    chain: tuple[Part, ...]
-    prompt: Prompt
+    chain: tuple[PromptPart, ...]
+    prompt: PromptHashes
     num_output: int
     answer: int
-    session: Session
+    session: TraceConversation
 
     def arrival(self) -> Arrival:
         """Return the request with its prompt as token ids. Its output repeats the token `seed`, as in `workload`."""
@@ -188,7 +188,7 @@ class Trace:
             template = (self._key(3, number), _lognormal(generator, *kind.document_tokens)) if kind.job > 1 else None
             for _ in range(kind.job):
                 number += 1
-                session = Session(number, random.Random(self._seed << 32 | number), self._turns())
+                session = TraceConversation(number, random.Random(self._seed << 32 | number), self._turns())
                 if self._systems:
                     session.add(*self._systems[_draw(self._system_weights, generator)])
                 if self._documents:
@@ -210,12 +210,12 @@ class Trace:
         time_s = now + session.generator.expovariate(1.0 / self.kind.pause_s)
         return None if time_s >= self.duration_s else self._ask(session, time_s)
 
-    def _ask(self, session: Session, time_s: float) -> TraceRequest:
+    def _ask(self, session: TraceConversation, time_s: float) -> TraceRequest:
         kind, generator = self.kind, session.generator
         session.turns_left -= 1
         part = 2 * len(session.chain)
         session.add(self._key(4, session.uid << 12 | part), _lognormal(generator, *kind.question))
-        prompt = Prompt(session.num_tokens, session.home, tuple(session.keys))
+        prompt = PromptHashes(session.num_tokens, session.home, tuple(session.keys))
         self._uid += 1
         output = _lognormal(generator, *kind.answer)
         answer = self._key(5, session.uid << 12 | part) | 1

@@ -52,7 +52,7 @@ SLOW_LANES = 2  # and for the others
 _LIBC = ctypes.CDLL(None)
 
 
-class Frames:
+class FrameReader:
     """Splits a stream of bytes into messages."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def to_frame(message: dict[str, Any]) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-class Job(NamedTuple):
+class CompileJob(NamedTuple):
     """A grammar to be tried out. `level`: how many times its time was not enough. `gives_up_tools`: the schemas of its
     tools are not held to, because it was beyond the limits with them."""
 
@@ -87,7 +87,7 @@ class Job(NamedTuple):
     gives_up_tools: bool = False
 
 
-class Jobs:
+class CompileJobs:
     """Decides which grammar is compiled next, and for how long. New ones go first, for a short time.
 
     A grammar that takes 5 ms must not wait for one that takes seconds, and a client that sends many slow ones must not
@@ -98,14 +98,14 @@ class Jobs:
 
     def __init__(self, limit_s: float) -> None:
         self.slices = [*(short for short in (QUICK_S, SECOND_S) if short < limit_s), limit_s]
-        self.running: dict[int, Job] = {}
-        self._waiting: list[OrderedDict[str, deque[Job]]] = [OrderedDict() for _ in self.slices]
+        self.running: dict[int, CompileJob] = {}
+        self._waiting: list[OrderedDict[str, deque[CompileJob]]] = [OrderedDict() for _ in self.slices]
 
-    def add(self, job: Job) -> None:
+    def add(self, job: CompileJob) -> None:
         """Queue a job at its level."""
         self._waiting[job.level].setdefault(job.tenant, deque()).append(job)
 
-    def next(self) -> Job | None:
+    def next(self) -> CompileJob | None:
         """Return the job to start now, which runs from then on; None: there is none, or no room."""
         num_slow = sum(job.level > 0 for job in self.running.values())
         has_quick_room = len(self.running) - num_slow < QUICK_LANES
@@ -120,7 +120,7 @@ class Jobs:
             return job
         return None
 
-    def out_of_time(self, id: int) -> Job | None:
+    def out_of_time(self, id: int) -> CompileJob | None:
         """Queue a job that has used up its time at the next level, and return it; None after the last level."""
         job = self.running.pop(id)
         if job.level + 1 == len(self.slices):
@@ -152,12 +152,12 @@ class CompileServer:
         self._source = source
         self._target = target
         self._selector = selectors.DefaultSelector()
-        self._frames = Frames()
+        self._frames = FrameReader()
         self._children: dict[int, tuple[int, int]] = {}  # by job: process and the pipe that its answer comes from
         self._answers: dict[int, bytearray] = {}
         self._dropped: set[int] = set()
         self._builder: Builder
-        self._jobs = Jobs(0.0)  # until the first message says how long
+        self._jobs = CompileJobs(0.0)  # until the first message says how long
         self._memory_bytes = 0
         self._token_s = 0.0
 
@@ -187,13 +187,13 @@ class CompileServer:
             elif "drop" in message:
                 self._drop(message["drop"])
             else:
-                self._jobs.add(Job(message["id"], message["tenant"], message["spec"]))
+                self._jobs.add(CompileJob(message["id"], message["tenant"], message["spec"]))
         return bool(data)
 
     def _begin(self, message: dict[str, Any]) -> None:
         self._builder = Builder(Vocabulary(message["tokenizer"], message["vocab_size"], message["eos_token_ids"]))
         self._builder.tokenizer()
-        self._jobs = Jobs(message["compile_s"])
+        self._jobs = CompileJobs(message["compile_s"])
         self._memory_bytes = message["memory_bytes"]
         self._token_s = message["token_s"]
         self._answer({"ready": True})
@@ -211,7 +211,7 @@ class CompileServer:
 
     # -- the children ------------------------------------------------------------------------------------------------
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: CompileJob) -> None:
         source, target = os.pipe()
         parent = os.getpid()
         pid = os.fork()
@@ -259,7 +259,7 @@ class CompileServer:
         limit_s = self._jobs.slices[-1]
         self._refuse(job, f"could not be compiled in {limit_s:g} s: simplify it")
 
-    def _refuse(self, job: Job, why: str) -> None:
+    def _refuse(self, job: CompileJob, why: str) -> None:
         """Refuse a grammar; one of tools is tried again without their schemas."""
         if job.gives_up_tools or not has_tools(GrammarSpec(*job.spec)):
             self._answer({"id": job.id, "refused": why})
@@ -273,7 +273,7 @@ class CompileServer:
             return TOO_DEEP
         return f"needs more than {self._memory_bytes // MIB} MiB of memory to be compiled: simplify it"
 
-    def _be_child(self, job: Job, target: int, parent: int) -> NoReturn:
+    def _be_child(self, job: CompileJob, target: int, parent: int) -> NoReturn:
         """Compile one grammar and write what came of it."""
         try:
             self._confine(job, parent)
@@ -309,7 +309,7 @@ class CompileServer:
         grammar = translation.grammar if translation.is_costly else None
         return {"grammar": grammar, "notes": translation.notes}
 
-    def _confine(self, job: Job, parent: int) -> None:
+    def _confine(self, job: CompileJob, parent: int) -> None:
         """Bound what this child process takes: it ends with its parent, has limits of memory and time, and gives way to
         other processes once it was slow."""
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -370,13 +370,13 @@ class TrialResult(NamedTuple):
             raise InvalidRequest("grammar", self.refused)
 
 
-Done = Callable[[TrialResult | InferEngineError], None]
+OnTrialResult = Callable[[TrialResult | InferEngineError], None]
 
 
 class Trial:
     """A grammar that is being tried out."""
 
-    def __init__(self, tenant: str, spec: GrammarSpec, done: Done) -> None:
+    def __init__(self, tenant: str, spec: GrammarSpec, done: OnTrialResult) -> None:
         self.tenant = tenant
         self.spec = spec
         self.done = done
@@ -419,7 +419,7 @@ class CompileProcess:
         with self._lock:
             self._start()
 
-    def submit(self, tenant: str, spec: GrammarSpec, done: Done) -> int:
+    def submit(self, tenant: str, spec: GrammarSpec, done: OnTrialResult) -> int:
         """Try a grammar out. `done` is called once, in a thread of this object, unless the trial is dropped before.
         Returns the number of the trial."""
         with self._lock:
@@ -499,7 +499,7 @@ class CompileProcess:
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        frames = Frames()
+        frames = FrameReader()
         while data := os.read(process.stdout.fileno(), READ_BYTES):
             for message in frames.feed(data):
                 if "ready" in message:

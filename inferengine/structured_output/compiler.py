@@ -44,7 +44,7 @@ OUTPUTS_PER_LEXER = 4
 
 _LIBC = ctypes.CDLL(None)
 MAX_WAITING = 1024  # grammars that are not known, being compiled or waiting for it
-Done = Callable[[list[TokenMatcher] | InferEngineError], None]
+OnCompiled = Callable[[list[TokenMatcher] | InferEngineError], None]
 
 
 class CachedGrammar(NamedTuple):
@@ -134,7 +134,7 @@ def cache_key(spec: GrammarSpec) -> bytes:
 class Ticket:
     """One request for matchers. `done` is called with it once, unless it is cancelled before."""
 
-    def __init__(self, key: bytes, count: int, done: Done) -> None:
+    def __init__(self, key: bytes, count: int, done: OnCompiled) -> None:
         self.key = key
         self.count = count
         self.done = done
@@ -176,7 +176,7 @@ class GrammarCompiler:
         self._logged: set[str] = set()
         self.num_compiled = 0
 
-    def submit(self, spec: GrammarSpec, done: Done, *, count: int = 1, tenant: str = "") -> Ticket:
+    def submit(self, spec: GrammarSpec, done: OnCompiled, *, count: int = 1, tenant: str = "") -> Ticket:
         """Have `count` matchers made, all at the beginning of `spec`; they share one budget. `done` gets them, or the
         error, in a thread of this."""
         if spec.whitespace is None:

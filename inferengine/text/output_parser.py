@@ -422,7 +422,7 @@ class ReasoningReader:
 # -- whole outputs -----------------------------------------------------------------------------------------------------
 
 
-class Message:
+class ParsedOutput:
     """A whole output, joined from its parts."""
 
     def __init__(self) -> None:
@@ -471,8 +471,8 @@ class MessageReader:
                 self.num_calls = part.call + 1
         return parts if self._custom is None else self._custom.push(parts, final)
 
-    def read(self, text: str) -> Message:
+    def read(self, text: str) -> ParsedOutput:
         """Parse a whole output at once."""
-        message = Message()
+        message = ParsedOutput()
         message.add(self.push(text, final=True))
         return message

@@ -14,9 +14,9 @@ Detokenizers return text that never changes afterwards; joined it equals the dec
 (GPT-2, Llama 3, Qwen) are decoded by a table of bytes and an incremental UTF-8 decoder. In all others (SentencePiece
 with byte fallback, WordPiece, ...) the text of a token depends on its neighbours, so a window of ids is decoded.
 
-StopStrings finds stop strings wherever tokens cut them, and never shows a part of one. One automaton (Aho and Corasick,
-1975) holds all strings of a request: a state is the longest end of the text so far that begins a stop string, so its
-depth is the number of characters to hold back.
+StopStringFinder finds stop strings wherever tokens cut them, and never shows a part of one. One automaton (Aho and
+Corasick, 1975) holds all strings of a request: a state is the longest end of the text so far that begins a stop string,
+so its depth is the number of characters to hold back.
 """
 
 from __future__ import annotations
@@ -506,7 +506,7 @@ class StopMatch(NamedTuple):
     stop: str | None
 
 
-class StopStrings:
+class StopStringFinder:
     """Finds the stop strings of one output. The match that completes first wins; of several that end together, the
     longest. So the result does not depend on how the text was cut."""
 
@@ -595,7 +595,7 @@ class TextStream:
     ) -> None:
         detokenizer = make_detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, context_ids=context_ids)
         self._push_token, self._flush = detokenizer.push, detokenizer.flush
-        self._stops = StopStrings(stop, include=include_stop) if stop else None
+        self._stops = StopStringFinder(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self.num_tokens = 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
-from inferengine.bench.load_generator import LoadClient, Reply
+from inferengine.bench.load_generator import LoadClient, LoadReply
 from inferengine.bench.load_options import LoadOptions, request_bodies
 from tests.bench.servers import FakeServer, serving
 
 
-async def two_in_turn(server: FakeServer) -> list[Reply]:
+async def two_in_turn(server: FakeServer) -> list[LoadReply]:
     """The second once the server has closed the first one's connection, where it does."""
     options = LoadOptions(url=server.url, requests=2)
     load = LoadClient(options, lambda: None)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from inferengine.bench.load_generator import Reply
+from inferengine.bench.load_generator import LoadReply
 from inferengine.bench.report import report, table
 
 
-def reply(*event_s: float, ended_s: float, tokens: int) -> Reply:
+def reply(*event_s: float, ended_s: float, tokens: int) -> LoadReply:
     """One that began at 0 and ended well."""
     usage = {"prompt_tokens": 10, "completion_tokens": tokens}
-    return Reply(0.0, 200, ended_s, list(event_s), usage, finish_reason="length")
+    return LoadReply(0.0, 200, ended_s, list(event_s), usage, finish_reason="length")
 
 
 def test_the_figures_of_two_replies() -> None:
@@ -34,7 +34,7 @@ def test_goodput_counts_what_met_every_limit(limits: dict[str, float], met: int)
 
 
 def test_failures_are_counted_by_cause_and_measured_nowhere() -> None:
-    found = report([Reply(0.0, 503, 9.0, error="no room")] * 3 + [Reply(0.0, 200, 9.0)], 1.0, {"e2e": 1e9})
+    found = report([LoadReply(0.0, 503, 9.0, error="no room")] * 3 + [LoadReply(0.0, 200, 9.0)], 1.0, {"e2e": 1e9})
     assert (found["completed"], found["failed"], found["goodput_per_s"]) == (0, 4, 0)
     assert found["errors"] == {"503 no room": 3, "200 the stream ended without a finish_reason": 1}
     assert found["ttft_ms"] == found["e2e_ms"] == {}

@@ -25,7 +25,7 @@ from inferengine.kernels.cuda.dispatch import (
 )
 from inferengine.kernels.cuda.moe.configurations import ExpertsChoice, ExpertsKey, GroupedConfig
 from inferengine.kernels.cuda.tuning.choices import CaseTimes, ChoiceEntry
-from inferengine.kernels.cuda.tuning.measured_table import Entry, Environment, MeasuredTable, from_json
+from inferengine.kernels.cuda.tuning.measured_table import Environment, MeasuredTable, ProductEntry, from_json
 
 OF_LLAMA = ProductKey(Operands.DENSE, Product.LINEAR, 6144, 4096)
 OF_ANOTHER = ProductKey(Operands.DENSE, Product.LINEAR, 640, 640)
@@ -49,7 +49,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         {"even": CaseTimes(500.0, 510.0, 520.0), "skewed": CaseTimes(400.0, 410.0, 420.0)},
     )
     table = MeasuredTable(
-        {key: {1: Entry(GEMV, 20.97, None, 30.0, 25.0)} for key in (OF_LLAMA, OF_ANOTHER)},
+        {key: {1: ProductEntry(GEMV, 20.97, None, 30.0, 25.0)} for key in (OF_LLAMA, OF_ANOTHER)},
         {OF_LLAMAS_HEADS: {64: decode}, OF_GEMMAS_HEADS: {64: decode}, OF_EXPERTS: {64: mixture}},
     )
     environment = Environment("NVIDIA H200", "2.11.0", "3.6.0", "abc")

@@ -17,7 +17,7 @@ import zmq
 
 from inferengine.config import Config
 from inferengine.core.executor import Capacity, Executor
-from inferengine.engine.loop import Relay
+from inferengine.engine.loop import RelayLoop
 from inferengine.engine.model_info import ModelCard, pooling_of
 from inferengine.engine.service import EngineService
 from inferengine.observability.tracing import Tracing
@@ -56,7 +56,7 @@ def small_capacity(**sizes: int) -> Capacity:
 
 @contextmanager
 def run_service(
-    build: Callable[[], Executor | Relay] | None = None,
+    build: Callable[[], Executor | RelayLoop] | None = None,
     *,
     step_s: float = 0.0,
     card: ModelCard | None = None,

@@ -18,7 +18,7 @@ from inferengine.engine.io.publisher import (
     OutputLog,
     Publisher,
     SendResult,
-    Submission,
+    SubmittedRequest,
     Subscription,
     TextLog,
 )
@@ -29,7 +29,7 @@ from inferengine.wire.messages import Step
 from tests.engine.builders import Collected, make_card
 
 
-def no_text(submission: Submission, search: bool) -> TextStream:
+def no_text(submission: SubmittedRequest, search: bool) -> TextStream:
     raise RuntimeError("nobody here asks for text")
 
 
@@ -56,7 +56,7 @@ def make_logs(connections: list[Connection], uids: range) -> list[OutputLog]:
     """One log for each uid, read by the connections in turn."""
     logs = []
     for uid in uids:
-        log = OutputLog(uid, Submission(bytes(16), SamplingParams()), 0, 0.0)
+        log = OutputLog(uid, SubmittedRequest(bytes(16), SamplingParams()), 0, 0.0)
         connection = connections[uid % len(connections)]
         log.subscriptions.append(Subscription(connection, log, uid, "tokens"))
         logs.append(log)
@@ -154,7 +154,7 @@ def test_what_is_no_such_change_needs_a_new_routing(gone: list[int], uids: list[
 def test_another_reader_of_a_row_needs_a_new_routing() -> None:
     post = Post()
     publisher = Publisher(counters=Counters(), make_text=no_text, stop=lambda uid: None, resume_ttl_s=1.0)
-    submission = Submission(bytes(16), SamplingParams(n=2))
+    submission = SubmittedRequest(bytes(16), SamplingParams(n=2))
     publisher.register(submission)
     publisher.open(submission, [1, 2], 0.0)
     one, two = make_connection(post, b"one"), make_connection(post, b"two")
@@ -169,7 +169,7 @@ def test_another_reader_of_a_row_needs_a_new_routing() -> None:
 def test_steps_of_one_sequence_each_enter_their_routing_again() -> None:
     post = Post()
     publisher = Publisher(counters=Counters(), make_text=no_text, stop=lambda uid: None, resume_ttl_s=1.0)
-    connection, submission = make_connection(post), Submission(bytes(16), SamplingParams(n=2))
+    connection, submission = make_connection(post), SubmittedRequest(bytes(16), SamplingParams(n=2))
     publisher.register(submission)
     publisher.open(submission, [1, 2], 0.0)
     publisher.subscribe(connection, submission, 10, (), "tokens")
@@ -196,14 +196,14 @@ class World:
         self.drawing: list[int] = []
         self.paused: list[int] = []
         self.expected: dict[int, list[int]] = {}
-        self.submissions: dict[int, Submission] = {}
+        self.submissions: dict[int, SubmittedRequest] = {}
         self.readers: list[tuple[bytes, int, int, int]] = []  # connection, stream, uid, cursor
         self.next_uid = self.next_stream = 1
         self.step = self.routing = 0
 
     def arrive(self) -> None:
         uid, self.next_uid = self.next_uid, self.next_uid + 1
-        submission = self.submissions[uid] = Submission(secrets.token_bytes(16), SamplingParams())
+        submission = self.submissions[uid] = SubmittedRequest(secrets.token_bytes(16), SamplingParams())
         self.publisher.register(submission)
         self.publisher.open(submission, [uid], 0.0)
         self.expected[uid] = []

@@ -9,7 +9,7 @@ import pytest
 
 from inferengine.core.sequence import choice_seed
 from inferengine.engine.io.intake import TEXT_TIMEOUT_S, PendingSubmission, PendingSubmissions
-from inferengine.engine.io.publisher import Submission
+from inferengine.engine.io.publisher import SubmittedRequest
 from inferengine.engine.service import EngineService
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
@@ -363,7 +363,7 @@ def test_the_time_limit_of_text_does_not_count_time_in_which_the_engine_did_not_
         refuse=lambda item, error: refused.append(error),
     )
     message = Submit(bytes(16), 1, text="a text")
-    submission = Submission(message.id, SamplingParams())
+    submission = SubmittedRequest(message.id, SamplingParams())
     item = PendingSubmission(submission, message, None, [], None, None, [], 5.0, TEXT_TIMEOUT_S)
     pending.begin(item, vocab_size=100, eos_token_ids=[], max_model_len=100)
     pending.extend_deadlines(40.0)

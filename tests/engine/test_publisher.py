@@ -17,7 +17,7 @@ from inferengine.engine.io.publisher import (
     Connection,
     Publisher,
     SendResult,
-    Submission,
+    SubmittedRequest,
 )
 from inferengine.sampling_params import SamplingParams
 from inferengine.text import TextStream, Tokenizer
@@ -56,7 +56,7 @@ class Bench:
         self.step = 0
         self.now = 0.0
 
-    def make_text(self, submission: Submission, search: bool) -> TextStream:
+    def make_text(self, submission: SubmittedRequest, search: bool) -> TextStream:
         return TextStream(TOKENIZER, stop=submission.params.stop if search else ())
 
     def connection(self, name: bytes = b"p", window: int = 64) -> Connection:
@@ -70,8 +70,8 @@ class Bench:
         reply: str = "tokens",
         outputs: list[array[int]] | None = None,
         **params: object,
-    ) -> Submission:
-        submission = Submission(secrets.token_bytes(16), SamplingParams(n=len(uids), **params))  # type: ignore[arg-type]
+    ) -> SubmittedRequest:
+        submission = SubmittedRequest(secrets.token_bytes(16), SamplingParams(n=len(uids), **params))  # type: ignore[arg-type]
         self.publisher.register(submission)
         self.publisher.open(submission, uids, self.now, outputs)
         self.publisher.subscribe(connection, submission, stream, (), reply)

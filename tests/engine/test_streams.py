@@ -8,7 +8,7 @@ import gc
 import pytest
 
 from inferengine.client import AsyncClient
-from inferengine.engine.io.publisher import BatchRouting, OutputLog, Submission, Subscription
+from inferengine.engine.io.publisher import BatchRouting, OutputLog, SubmittedRequest, Subscription
 from inferengine.engine.service import EngineService
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor
@@ -36,7 +36,9 @@ def expected_tokens(engine: EngineService, connect: Connect, num_tokens: int, pr
 
 def num_kept_objects() -> int:
     """What the engines of this process hold for requests, and what only a search for garbage would free."""
-    return sum(isinstance(each, Submission | OutputLog | BatchRouting | Subscription) for each in gc.get_objects())
+    return sum(
+        isinstance(each, SubmittedRequest | OutputLog | BatchRouting | Subscription) for each in gc.get_objects()
+    )
 
 
 class TestCredit:

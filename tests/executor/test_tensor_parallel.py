@@ -19,7 +19,7 @@ from inferengine.executor.torch_executor import build_executor
 from inferengine.executor.warm_up import CHUNKS
 from inferengine.kernels.ops import REFERENCE
 from inferengine.layers.decoder_config import MoeConfig
-from inferengine.layers.parallel import Cut, LinearPart, Shard, Span, summed
+from inferengine.layers.parallel import Cut, DimensionRange, LinearPart, Shard, summed
 from inferengine.quantization.schemes import fp8_blocks, int4_groups
 from inferengine.quantization.weight import Block, cut, dequantize
 from tests.core.builders import ThirdsGrammar
@@ -221,14 +221,16 @@ def test_fewer_experts_than_ranks_are_refused() -> None:
 
 
 def test_a_tensor_that_holds_several_projections_is_cut_in_each() -> None:
-    part = LinearPart((Span(2, 4, 4), Span(1, 2, 2), Span(1, 2, 2)))
+    part = LinearPart((DimensionRange(2, 4, 4), DimensionRange(1, 2, 2), DimensionRange(1, 2, 2)))
     found = part.cut(None)
     assert found is not None
     assert found.of(torch.arange(8)).tolist() == [2, 3, 5, 7]
 
 
 @pytest.mark.parametrize("make", [fp8_blocks, int4_groups])
-@pytest.mark.parametrize("part", [Cut(0, (Span(64, 320, 512),), 512), Cut(1, (Span(128, 256, 256),), 256)])
+@pytest.mark.parametrize(
+    "part", [Cut(0, (DimensionRange(64, 320, 512),), 512), Cut(1, (DimensionRange(128, 256, 256),), 256)]
+)
 def test_part_of_a_quantized_weight_is_that_part_of_its_numbers(make: Any, part: Cut) -> None:
     weight = make(torch.randn(512, 256, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(dequantize(cut(weight, part)), part.of(dequantize(weight)))
@@ -238,7 +240,7 @@ def test_a_group_of_inputs_that_shares_a_scale_is_not_cut() -> None:
     weight = int4_groups(torch.ones(8, 256))
     assert weight.block == Block(1, 128)
     with pytest.raises(ValueError, match="groups of 128"):
-        cut(weight, Cut(1, (Span(0, 96, 256),), 256))
+        cut(weight, Cut(1, (DimensionRange(0, 96, 256),), 256))
 
 
 def _config(queries: int, keys: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from inferengine.fleet.ledger import Action, Drain, EngineState, Ledger, Remove, Start
+from inferengine.fleet.ledger import Action, Drain, EngineStage, Ledger, Remove, Start
 from inferengine.fleet.scaling import Load
 from inferengine.fleet.spec import FleetSpec
 
@@ -59,7 +59,7 @@ class PretendFleet:
         """Let time pass, report every engine, and do what follows."""
         self.now += seconds
         for number, engine in self.ledger.engines.items():
-            if engine.state is EngineState.FAILED:
+            if engine.state is EngineStage.FAILED:
                 continue
             if number not in self.started and len(self.started) < self.room:
                 self.started[number] = self.now

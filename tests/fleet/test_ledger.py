@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from inferengine.fleet.ledger import SILENT_S, Drain, EngineState, Ledger, Remove, Start
+from inferengine.fleet.ledger import SILENT_S, Drain, EngineStage, Ledger, Remove, Start
 from inferengine.process.supervisor import LOST_RETRY_S, MAX_FAST_FAILURES
 from tests.fleet.builders import PretendFleet, make_report
 
@@ -100,7 +100,7 @@ def test_an_engine_of_a_revision_that_has_served_is_tried_again_after_a_while() 
     fleet = PretendFleet(2)
     fleet.settle(10)
     fleet.ledger.reported(0, make_report(ready=False, exit_code=3, status="no such file"), fleet.now)
-    assert fleet.ledger.engines[0].state is EngineState.FAILED
+    assert fleet.ledger.engines[0].state is EngineStage.FAILED
     assert fleet.ledger.failure(1) == ""
     fleet.actions.clear()
     fleet.settle(int(LOST_RETRY_S) - 2)
@@ -114,9 +114,9 @@ def test_an_engine_that_ends_at_once_again_and_again_is_given_up() -> None:
     ledger.add(0, 1, 0.0)
     for _ in range(MAX_FAST_FAILURES - 1):
         ledger.reported(0, make_report(ready=False, exit_code=1, lifetime_s=1.0), 0.0)
-        assert ledger.engines[0].state is EngineState.STARTING
+        assert ledger.engines[0].state is EngineStage.STARTING
     ledger.reported(0, make_report(ready=False, exit_code=1, lifetime_s=1.0), 0.0)
-    assert ledger.engines[0].state is EngineState.FAILED
+    assert ledger.engines[0].state is EngineStage.FAILED
 
 
 def test_an_actor_that_cannot_be_made_counts_as_failed_with_its_reason() -> None:
@@ -157,7 +157,7 @@ def test_whatever_happens_a_fleet_comes_to_what_is_wanted(seed: int) -> None:
         assert fleet.num_ready() >= fleet.wanted - (1 - fleet.surge)
     for _ in range(80):
         fleet.turn(generator.random() * 3)
-        live = [e for e in fleet.ledger.engines.values() if e.state in (EngineState.STARTING, EngineState.READY)]
+        live = [e for e in fleet.ledger.engines.values() if e.state in (EngineStage.STARTING, EngineStage.READY)]
         event = generator.randrange(12)
         if event == 0 and live:
             fleet.lose(generator.choice(live).number)

@@ -26,10 +26,10 @@ from inferengine.kernels.cuda.dispatch import (
 )
 from inferengine.kernels.cuda.tuning import measured_table as table
 from inferengine.kernels.cuda.tuning.limits import takes
-from inferengine.kernels.cuda.tuning.measured_table import ROWS, Entry, Environment, MeasuredTable
+from inferengine.kernels.cuda.tuning.measured_table import ROWS, Environment, MeasuredTable, ProductEntry
 from inferengine.kernels.cuda.tuning.search import (
     CYCLES_PER_S,
-    Plan,
+    StepChoices,
     StreamTimer,
     TunedProduct,
     configurations,
@@ -68,16 +68,16 @@ def product(
 class FakeCard:
     """Takes `seconds(plan)` for a plan, and on its clock `cost_s` to measure it once and to compile it."""
 
-    def __init__(self, seconds: Callable[[TunedProduct, int, Plan], float], cost_s: float = 0.0) -> None:
+    def __init__(self, seconds: Callable[[TunedProduct, int, StepChoices], float], cost_s: float = 0.0) -> None:
         self.seconds, self.cost_s, self.now = seconds, cost_s, 0.0
-        self.compiled: set[tuple[TunedProduct, int, Plan]] = set()
-        self.launched: list[tuple[TunedProduct, int, Plan]] = []
+        self.compiled: set[tuple[TunedProduct, int, StepChoices]] = set()
+        self.launched: list[tuple[TunedProduct, int, StepChoices]] = []
 
-    def compile(self, work: Sequence[tuple[TunedProduct, int, Plan]]) -> None:
+    def compile(self, work: Sequence[tuple[TunedProduct, int, StepChoices]]) -> None:
         self.compiled |= set(work)
         self.now += self.cost_s * len(work)
 
-    def prepare(self, product: TunedProduct, rows: int, plan: Plan) -> Callable[[], float]:
+    def prepare(self, product: TunedProduct, rows: int, plan: StepChoices) -> Callable[[], float]:
         self.launched.append((product, rows, plan))
 
         def sample() -> float:
@@ -90,11 +90,11 @@ class FakeCard:
         return search(products, self, clock=lambda: self.now, budget_s=budget_s, max_rows=max_rows)
 
 
-def rules_first(product: TunedProduct, rows: int, plan: Plan) -> float:
+def rules_first(product: TunedProduct, rows: int, plan: StepChoices) -> float:
     return 1.0 if plan == plans(product, rows)[0] else 2.0
 
 
-def library_first(product: TunedProduct, rows: int, plan: Plan) -> float:
+def library_first(product: TunedProduct, rows: int, plan: StepChoices) -> float:
     return 1.0 if all(choice is None for _, choice in plan) else 2.0
 
 
@@ -162,7 +162,7 @@ def test_a_measured_choice_is_never_slower_than_the_rules() -> None:
 
 
 def test_what_is_faster_within_the_noise_does_not_replace_the_rules() -> None:
-    def nearly_equal(product: TunedProduct, rows: int, plan: Plan) -> float:
+    def nearly_equal(product: TunedProduct, rows: int, plan: StepChoices) -> float:
         return 1.0 if rules_first(product, rows, plan) == 1.0 else 0.995
 
     found = FakeCard(nearly_equal).search([product()])
@@ -170,7 +170,7 @@ def test_what_is_faster_within_the_noise_does_not_replace_the_rules() -> None:
 
 
 def test_a_kernel_that_the_card_refuses_is_not_chosen() -> None:
-    def refuse_tiles(product: TunedProduct, rows: int, plan: Plan) -> float:
+    def refuse_tiles(product: TunedProduct, rows: int, plan: StepChoices) -> float:
         if any(choice is not None and choice.kernel is not Kernel.GEMV for _, choice in plan):
             raise RuntimeError("out of resource: shared memory")
         return 1.0
@@ -187,7 +187,7 @@ def test_a_sum_and_its_norm_may_be_one_product_or_parts() -> None:
     assert found.entries[parts][64].best is None
     assert found.entries[whole][64].best is None
 
-    def parts_first(product: TunedProduct, rows: int, plan: Plan) -> float:
+    def parts_first(product: TunedProduct, rows: int, plan: StepChoices) -> float:
         return 1.0 if dict(plan).get(parts) is not None else 2.0
 
     found = FakeCard(parts_first).search([product(Product.PARTS, 3584, 18944)])
@@ -208,9 +208,9 @@ def test_whatever_is_launched_was_compiled_before() -> None:
 
 
 def test_hopeless_candidates_are_measured_once() -> None:
-    measured: list[Plan] = []
+    measured: list[StepChoices] = []
 
-    def slow_but_the_rules(product: TunedProduct, rows: int, plan: Plan) -> float:
+    def slow_but_the_rules(product: TunedProduct, rows: int, plan: StepChoices) -> float:
         measured.append(plan)
         return 1.0 if rules_first(product, rows, plan) == 1.0 else 5.0
 
@@ -242,7 +242,7 @@ def test_decode_sizes_are_measured_before_long_prompts() -> None:
 
 
 def test_a_measured_choice_comes_before_the_rules_and_stands_for_the_rows_below() -> None:
-    measured = MeasuredTable({QKV_7B: {64: Entry(TMA, 10.0, None, 12.0, 12.0)}})
+    measured = MeasuredTable({QKV_7B: {64: ProductEntry(TMA, 10.0, None, 12.0, 12.0)}})
     dispatch.use_measured(measured.runs())
     for rows in (49, 64):
         assert candidates(*QKV_7B[:2], rows, *QKV_7B[2:])[0] == TMA
@@ -253,13 +253,13 @@ def test_a_measured_choice_comes_before_the_rules_and_stands_for_the_rows_below(
 
 def test_where_the_library_was_best_no_kernel_is_a_candidate() -> None:
     assert candidates(*QKV_7B[:2], 32, *QKV_7B[2:])
-    dispatch.use_measured(MeasuredTable({QKV_7B: {32: Entry(None, 1.0, TMA, 2.0, 2.0)}}).runs())
+    dispatch.use_measured(MeasuredTable({QKV_7B: {32: ProductEntry(None, 1.0, TMA, 2.0, 2.0)}}).runs())
     assert candidates(*QKV_7B[:2], 32, *QKV_7B[2:]) == ()
 
 
 def test_deterministic_mode_keeps_its_rules() -> None:
     before = candidates(Operands.DENSE_EXACT, Product.LINEAR, 64, 4608, 3584)
-    dispatch.use_measured(MeasuredTable({QKV_7B: {64: Entry(TMA, 10.0, None, 12.0, 12.0)}}).runs())
+    dispatch.use_measured(MeasuredTable({QKV_7B: {64: ProductEntry(TMA, 10.0, None, 12.0, 12.0)}}).runs())
     assert candidates(Operands.DENSE_EXACT, Product.LINEAR, 64, 4608, 3584) == before
 
 
@@ -275,8 +275,8 @@ def test_a_step_is_the_sum_of_its_products() -> None:
     head = product(width=152064, last_row=512)
     measured = MeasuredTable()
     for rows in ROWS:
-        measured.put(QKV_7B, rows, Entry(None, 10.0, None, 12.0, 20.0))
-    measured.put(head.key(Product.LINEAR, 512), 512, Entry(None, 100.0, None, 100.0, 100.0))
+        measured.put(QKV_7B, rows, ProductEntry(None, 10.0, None, 12.0, 20.0))
+    measured.put(head.key(Product.LINEAR, 512), 512, ProductEntry(None, 100.0, None, 100.0, 100.0))
     assert step_seconds([qkv, head], measured, 2048) == pytest.approx((380e-6, 660e-6))
 
 
@@ -285,7 +285,7 @@ def test_a_number_of_rows_whose_step_takes_longer_than_a_larger_one_is_slow() ->
     for rows in ROWS:
         slow = rows in (1, 320, 448)  # one row is never padded
         microseconds = 700.0 if slow else float(rows)
-        measured.put(QKV_7B, rows, Entry(None, microseconds, None, microseconds, microseconds))
+        measured.put(QKV_7B, rows, ProductEntry(None, microseconds, None, microseconds, microseconds))
     assert slow_rows([product()], measured) == {320, 448}
     del measured.entries[QKV_7B][448]
     assert slow_rows([product()], measured) == {320}
@@ -335,8 +335,8 @@ def example() -> MeasuredTable:
     tile = ProductKey(Operands.FP8, Product.LINEAR, 6144, 4096)
     return MeasuredTable(
         {
-            QKV_7B: {1: Entry(gemv, 9.0, None, 10.0, 9.0), 64: Entry(TMA, 10.0, None, 12.5, 12.5)},
-            tile: {1: Entry(KernelChoice(Kernel.GEMV_HOPPER, None), 5.0, None, 9.0, 5.0)},
+            QKV_7B: {1: ProductEntry(gemv, 9.0, None, 10.0, 9.0), 64: ProductEntry(TMA, 10.0, None, 12.5, 12.5)},
+            tile: {1: ProductEntry(KernelChoice(Kernel.GEMV_HOPPER, None), 5.0, None, 9.0, 5.0)},
         }
     )
 
@@ -356,7 +356,7 @@ def test_that_nothing_came_of_measuring_is_read_as_it_was_written(tmp_path: Path
 def test_later_measurements_are_added_to_earlier_ones(tmp_path: Path) -> None:
     table.save(example(), tmp_path, HERE)
     other = ProductKey(DENSE, Product.LINEAR, 5120, 5120)
-    table.save(MeasuredTable({other: {64: Entry(None, 1.0, None, 1.0, 1.0)}}), tmp_path, HERE)
+    table.save(MeasuredTable({other: {64: ProductEntry(None, 1.0, None, 1.0, 1.0)}}), tmp_path, HERE)
     assert table.load(tmp_path, HERE).entries.keys() == {*example().entries, other}
 
 

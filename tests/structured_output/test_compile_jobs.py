@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from inferengine.structured_output.compile_process import QUICK_S, SECOND_S, SLOW_LANES, Job, Jobs
+from inferengine.structured_output.compile_process import QUICK_S, SECOND_S, SLOW_LANES, CompileJob, CompileJobs
 
 
-def jobs(*tenants: str, limit_s: float = 1.0) -> Jobs:
-    made = Jobs(limit_s)
+def jobs(*tenants: str, limit_s: float = 1.0) -> CompileJobs:
+    made = CompileJobs(limit_s)
     for id, tenant in enumerate(tenants):
-        made.add(Job(id, tenant, ["regex", "a"]))
+        made.add(CompileJob(id, tenant, ["regex", "a"]))
     return made
 
 
@@ -25,7 +25,7 @@ def test_a_grammar_that_needs_longer_starts_over_with_more_time_until_the_limit(
 
 
 def test_a_low_limit_is_the_only_slice() -> None:
-    assert Jobs(0.02).slices == [0.02]
+    assert CompileJobs(0.02).slices == [0.02]
 
 
 def test_a_new_grammar_starts_while_slow_ones_run() -> None:
@@ -34,7 +34,7 @@ def test_a_new_grammar_starts_while_slow_ones_run() -> None:
         assert waiting.next() is not None
         waiting.out_of_time(id)
     assert [job.level for job in iter(waiting.next, None)] == [1] * SLOW_LANES
-    waiting.add(Job(9, "a", ["regex", "b"]))
+    waiting.add(CompileJob(9, "a", ["regex", "b"]))
     job = waiting.next()
     assert job is not None
     assert job.id == 9

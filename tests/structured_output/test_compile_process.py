@@ -18,7 +18,7 @@ from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structured_output.build import Builder
 from inferengine.structured_output.build import Vocabulary as BuilderVocabulary
-from inferengine.structured_output.compile_process import CompileProcess, Frames
+from inferengine.structured_output.compile_process import CompileProcess, FrameReader
 from inferengine.structured_output.spec import GrammarSpec
 from tests.structured_output.builders import Vocabulary
 
@@ -179,7 +179,7 @@ def test_what_is_tried_again_goes_to_the_new_process(monkeypatch: pytest.MonkeyP
                 assert may_start.wait(WAIT_S)
 
         def write(self, frame: bytes) -> None:
-            self.messages += Frames().feed(frame)
+            self.messages += FrameReader().feed(frame)
             if self.is_first and len(self.messages) == 2:
                 os.close(self.writing)
                 wait_until(lambda: len(processes) == 2)

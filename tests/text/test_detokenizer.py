@@ -7,7 +7,7 @@ import random
 import pytest
 
 from inferengine.text import TextStream, Tokenizer
-from inferengine.text.tokenizer import MAX_HELD_TOKENS, StopStrings, WindowDetokenizer, make_detokenizer
+from inferengine.text.tokenizer import MAX_HELD_TOKENS, StopStringFinder, WindowDetokenizer, make_detokenizer
 from tests.text.vocabularies import load, sentencepiece
 
 TEXTS = [
@@ -91,7 +91,7 @@ def test_bytes_that_never_become_text_cannot_grow_the_window() -> None:
 # -- stop strings ---
 
 
-def feed(matcher: StopStrings, pieces: list[str]) -> tuple[str, str | None, list[str]]:
+def feed(matcher: StopStringFinder, pieces: list[str]) -> tuple[str, str | None, list[str]]:
     """Text shown, stop found, and what was shown after each piece."""
     steps: list[str] = []
     for piece in pieces:
@@ -103,36 +103,36 @@ def feed(matcher: StopStrings, pieces: list[str]) -> tuple[str, str | None, list
 
 
 def test_text_before_the_stop_is_shown_and_nothing_of_the_stop() -> None:
-    assert feed(StopStrings(["END"]), ["hello E", "N", "D more"])[:2] == ("hello ", "END")
+    assert feed(StopStringFinder(["END"]), ["hello E", "N", "D more"])[:2] == ("hello ", "END")
 
 
 def test_the_stop_is_shown_when_asked_for_and_nothing_behind_it() -> None:
-    assert feed(StopStrings(["END"], include=True), ["hello E", "N", "D more"])[:2] == ("hello END", "END")
+    assert feed(StopStringFinder(["END"], include=True), ["hello E", "N", "D more"])[:2] == ("hello END", "END")
 
 
 def test_the_first_half_of_a_stop_waits_and_is_released_when_it_was_none() -> None:
-    _, stop, steps = feed(StopStrings(["END"]), ["x E", "N", "E", "!"])
+    _, stop, steps = feed(StopStringFinder(["END"]), ["x E", "N", "E", "!"])
     assert stop is None
     assert steps == ["x ", "", "EN", "E!"]
 
 
 def test_what_is_held_at_the_end_is_released() -> None:
-    assert feed(StopStrings(["\n\nHuman"]), ["bye\n\nHum"])[:2] == ("bye\n\nHum", None)
+    assert feed(StopStringFinder(["\n\nHuman"]), ["bye\n\nHum"])[:2] == ("bye\n\nHum", None)
 
 
 def test_a_false_start_does_not_hide_the_true_one() -> None:
-    assert feed(StopStrings(["aab"]), list("aaaab"))[:2] == ("aa", "aab")
+    assert feed(StopStringFinder(["aab"]), list("aaaab"))[:2] == ("aa", "aab")
 
 
 def test_the_stop_that_completes_first_wins_and_of_equals_the_longest() -> None:
-    assert feed(StopStrings(["abc", "b"]), ["abc"])[:2] == ("a", "b")
-    assert feed(StopStrings(["b", "ab"]), ["xab"])[:2] == ("x", "ab")
+    assert feed(StopStringFinder(["abc", "b"]), ["abc"])[:2] == ("a", "b")
+    assert feed(StopStringFinder(["b", "ab"]), ["xab"])[:2] == ("x", "ab")
 
 
 def test_sixteen_stops_of_all_lengths() -> None:
     stops = ["".join("xyz"[(i + j) % 3] for j in range(i + 2)) + "!" for i in range(16)]
     for stop in stops:
-        assert feed(StopStrings(stops), ["say ", stop[:1], stop[1:], "more"])[:2] == ("say ", stop)
+        assert feed(StopStringFinder(stops), ["say ", stop[:1], stop[1:], "more"])[:2] == ("say ", stop)
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -150,7 +150,7 @@ def test_random_texts_cut_anywhere_equal_a_plain_search(include: bool) -> None:
             pieces.append(rest[:cut])
             rest = rest[cut:]
         ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
-        shown, found, _ = feed(StopStrings(stops, include=include), pieces)
+        shown, found, _ = feed(StopStringFinder(stops, include=include), pieces)
         if not ends:
             assert (shown, found) == (text, None)
             continue

@@ -10,8 +10,8 @@ import pytest
 from inferengine.text.output_parser import (
     FORMATS,
     REASONING,
-    Message,
     MessageReader,
+    ParsedOutput,
     ReasoningReader,
     detect,
     reasoning_format,
@@ -182,9 +182,9 @@ def cuts(text: str) -> list[list[str]]:
     return ways
 
 
-def read(reader: MessageReader, pieces: list[str]) -> tuple[Message, list[Part]]:
+def read(reader: MessageReader, pieces: list[str]) -> tuple[ParsedOutput, list[Part]]:
     parts = [part for place, piece in enumerate(pieces) for part in reader.push(piece, place == len(pieces) - 1)]
-    message = Message()
+    message = ParsedOutput()
     message.add(parts)
     return message, parts
 
@@ -196,7 +196,7 @@ def test_what_a_model_wrote(name: str, text: str, content: str, calls: list[tupl
         assert (message.content, message.calls) == (content, calls), pieces
 
 
-def parse(name: str, text: str) -> Message:
+def parse(name: str, text: str) -> ParsedOutput:
     return MessageReader(None, FORMATS[name].make_parser(STRINGS)).read(text)
 
 

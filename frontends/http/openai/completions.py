@@ -24,11 +24,11 @@ from frontends.common.chat import ChatPrompt, OutputParser, SpecialTokens, finis
 from frontends.common.errors import error_object, name_default, rename_field
 from frontends.common.generation import (
     CONTEXT_TOKENS,
-    Choice,
-    Generation,
+    ChoiceOutput,
     Options,
     Output,
     Piece,
+    RequestOutput,
     Usage,
     draft_token_counts,
     finite_logprob,
@@ -100,7 +100,7 @@ async def completions(request: Request) -> Response:
     texts = _echoed(body["prompt"], prompts, served) if echo else None
     num_choices = len(prompts) * params.n
     reply = answer_metadata(f"cmpl-{label}", body, served, streaming, extras, logprobs, prompt_logprobs)
-    generation = Generation(service.engines_for(request, served), served.tokenizer, prompts, params, options)
+    generation = RequestOutput(service.engines_for(request, served), served.tokenizer, prompts, params, options)
     format = CompletionFormat(
         reply,
         texts,
@@ -187,10 +187,10 @@ class ChatRequest:
     fields: ChatFields
     in_functions: bool = False  # calls are answered as function_call
 
-    def generation(self, service: HttpState, request: Request) -> Generation:
+    def generation(self, service: HttpState, request: Request) -> RequestOutput:
         """Make the generation that answers this request. Raises `forbidden` for a model that the key may not use."""
         engines = service.engines_for(request, self.served)
-        return Generation(engines, self.served.tokenizer, [self.prompt.prompt_ids], self.params, self.options)
+        return RequestOutput(engines, self.served.tokenizer, [self.prompt.prompt_ids], self.params, self.options)
 
 
 async def chat_completions(request: Request) -> Response:
@@ -520,7 +520,7 @@ class Chunks:
         self.head = b"data: " + head[:-1] + b',"choices":['
         self.tail = b'],"usage":null}\n\n' if answer.streaming.include_usage else b"]}\n\n"
 
-    def chunk(self, generation: Generation, choice: dict[str, Any], more: dict[str, Any], behind: int) -> bytes:
+    def chunk(self, generation: RequestOutput, choice: dict[str, Any], more: dict[str, Any], behind: int) -> bytes:
         """`behind`: how many tokens of this choice are here already that later chunks will tell."""
         if self._usage_at_end and choice["finish_reason"] is not None:
             usage = generation.usage()
@@ -530,7 +530,7 @@ class Chunks:
             more = {**more, "usage": told}
         return self.head + dumps(choice) + self._tail(generation, more, behind)
 
-    def end(self, generation: Generation, *, without_output: bool = False) -> bytes:
+    def end(self, generation: RequestOutput, *, without_output: bool = False) -> bytes:
         """The usage in a chunk without choices, if it was asked for, and the end's mark."""
         if not self._answer.streaming.include_usage:
             return DONE
@@ -539,7 +539,7 @@ class Chunks:
             usage = usage._replace(completion_tokens=0)
         return self.head + b'],"usage":' + dumps(usage_object(usage)) + b"}\n\n" + DONE
 
-    def _tail(self, generation: Generation, more: dict[str, Any], behind: int) -> bytes:
+    def _tail(self, generation: RequestOutput, more: dict[str, Any], behind: int) -> bytes:
         tail = self.tail
         if self._answer.streaming.continuous_usage:
             usage = generation.usage()
@@ -595,7 +595,7 @@ class CompletionFormat:
         self._begun: set[int] = set()  # choices whose echo and prompt have been told
         self._offsets: dict[int, TextOffsets] = {}
 
-    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+    def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the chunks of these pieces, each with `text`; pieces without text may be left out."""
         parts = []
         for piece in pieces:
@@ -607,14 +607,14 @@ class CompletionFormat:
                 parts.append(self._event(generation, choice, shown))
         return b"".join(parts)
 
-    def plain(self, choice: Choice) -> PlainEvent | None:
+    def plain(self, choice: ChoiceOutput) -> PlainEvent | None:
         """Return the chunk of one token; None with echo, where a chunk carries more, and before one that tells the
         prompt's ids."""
         if not self._plain or (self._answer.extras.return_token_ids and choice.index not in self._begun):
             return None
         return self._plain[choice.index]
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: RequestOutput) -> bytes:
         """Write the usage chunk, if it was asked for, and `[DONE]`."""
         return self._chunks.end(generation, without_output=self._prompt_only)
 
@@ -667,7 +667,7 @@ class CompletionFormat:
             "usage": usage_object(usage),
         }
 
-    def _event(self, generation: Generation, choice: Choice, piece: Piece) -> bytes:
+    def _event(self, generation: RequestOutput, choice: ChoiceOutput, piece: Piece) -> bytes:
         begun = choice.index in self._begun
         self._begun.add(choice.index)
         text = piece.text if begun else self._echoed(choice) + piece.text
@@ -685,10 +685,10 @@ class CompletionFormat:
             entry["token_ids"] = list(piece.token_ids)
         return self._chunks.chunk(generation, entry, {}, choice.num_tokens - piece.num_tokens)
 
-    def _echoed(self, choice: Choice) -> str:
+    def _echoed(self, choice: ChoiceOutput) -> str:
         return self._echo[choice.index // self._per_prompt] if self._echo else ""
 
-    def _logprobs(self, choice: Choice, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
+    def _logprobs(self, choice: ChoiceOutput, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
         """Of the next tokens of a choice."""
         answer = self._answer
         if answer.logprobs is None:
@@ -719,7 +719,7 @@ class ChatFormat:
         self._begun: set[int] = set()
         self._prompt_shown = not answer.extras.return_token_ids
 
-    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+    def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the chunks of these pieces; before a choice's first one, a chunk with the role."""
         parts = []
         if choice.index not in self._begun:
@@ -733,11 +733,11 @@ class ChatFormat:
                 parts.append(self._event(generation, choice, piece))
         return b"".join(parts)
 
-    def plain(self, choice: Choice) -> PlainEvent | None:
+    def plain(self, choice: ChoiceOutput) -> PlainEvent | None:
         """Return the chunk of one token; None before the first, or where a chunk carries more."""
         return self._plain[choice.index] if self._plain and choice.index in self._begun else None
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: RequestOutput) -> bytes:
         """Write the usage chunk, if it was asked for, and `[DONE]`."""
         return self._chunks.end(generation)
 
@@ -750,7 +750,7 @@ class ChatFormat:
         messages = [{"role": "assistant", "content": output.text, "refusal": None} for output in outputs]
         return chat_document(self._answer, outputs, messages, [output.finish_reason for output in outputs], usage)
 
-    def _first(self, generation: Generation, choice: Choice) -> bytes:
+    def _first(self, generation: RequestOutput, choice: ChoiceOutput) -> bytes:
         entry = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},
@@ -761,7 +761,7 @@ class ChatFormat:
         self._prompt_shown = True
         return self._chunks.chunk(generation, entry, more, choice.num_tokens)
 
-    def _event(self, generation: Generation, choice: Choice, piece: Piece) -> bytes:
+    def _event(self, generation: RequestOutput, choice: ChoiceOutput, piece: Piece) -> bytes:
         entry: dict[str, Any] = {
             "index": choice.index,
             "delta": {"content": piece.text} if piece.text or piece.finish_reason is None else {},
@@ -840,7 +840,7 @@ class MessageFormat:
         self._chunks = Chunks(answer, "chat.completion.chunk", num_choices)
         self._readers: list[MessageReader | None] = [None] * num_choices
 
-    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+    def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the chunks of these pieces: the role first, then content, reasoning and tool calls as parsed."""
         chunks: list[bytes] = []
         reader = self._readers[choice.index]
@@ -860,11 +860,11 @@ class MessageFormat:
                 chunks.append(self._chunk(generation, choice, delta, done, {}, reader.num_calls, behind=behind))
         return b"".join(chunks)
 
-    def plain(self, choice: Choice) -> None:
+    def plain(self, choice: ChoiceOutput) -> None:
         """Return None: the text has to be parsed first."""
         return None
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: RequestOutput) -> bytes:
         """Write the usage chunk, if it was asked for, and `[DONE]`."""
         return self._chunks.end(generation)
 
@@ -894,7 +894,7 @@ class MessageFormat:
             reasons.append(self._reason(output.finish_reason, len(message.calls)))
         return chat_document(self._answer, outputs, messages, reasons, usage)
 
-    def _delta(self, choice: Choice, part: Part) -> dict[str, Any] | None:
+    def _delta(self, choice: ChoiceOutput, part: Part) -> dict[str, Any] | None:
         match part:
             case Content(text):
                 return {"content": text}
@@ -914,8 +914,8 @@ class MessageFormat:
 
     def _chunk(
         self,
-        generation: Generation,
-        choice: Choice,
+        generation: RequestOutput,
+        choice: ChoiceOutput,
         delta: dict[str, Any],
         piece: Piece | None,
         more: dict[str, Any],

@@ -13,7 +13,7 @@ from frontends.common.auth import tenant_of
 from frontends.common.json import read_fields
 from frontends.http.bodies import ConversationFields, ConversationItemsFields, read_json
 from frontends.http.openai.response_store import ResponseStore, StoredResponse
-from frontends.http.openai.responses_input import PREFIXES, Item, as_messages, lookup_in, read_items
+from frontends.http.openai.responses_input import PREFIXES, ResponseItem, as_messages, lookup_in, read_items
 from frontends.http.openai.stored_chat import page, replace_metadata
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
@@ -119,7 +119,7 @@ async def _stored(request: Request) -> StoredResponse:
     return stored
 
 
-async def _new_items(store: ResponseStore, tenant: str, given: Any) -> list[Item]:
+async def _new_items(store: ResponseStore, tenant: str, given: Any) -> list[ResponseItem]:
     """Read items to be added, and give each an id. Raises InvalidRequest naming the place."""
     try:
         if not isinstance(given, list) or len(given) > MAX_NEW_ITEMS:
@@ -132,7 +132,7 @@ async def _new_items(store: ResponseStore, tenant: str, given: Any) -> list[Item
     return [one if one.get("id") else {**one, "id": f"{PREFIXES[one['type']]}_{secrets.token_hex(24)}"} for one in read]
 
 
-def _found(stored: StoredResponse, name: str) -> Item:
+def _found(stored: StoredResponse, name: str) -> ResponseItem:
     found = next((one for one in stored.items if one.get("id") == name), None)
     if found is None:
         raise InferEngineError("not_found", "There is no such item in this conversation.")

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -24,15 +24,15 @@ from starlette.types import Message
 from frontends.common.auth import tenant_of
 from frontends.common.chat import read_chat_prompt
 from frontends.common.errors import error_object, rename_field, report, unexpected
-from frontends.common.generation import Choice, Generation, Output, Piece, Usage, draft_token_counts
+from frontends.common.generation import ChoiceOutput, Output, Piece, RequestOutput, Usage, draft_token_counts
 from frontends.common.json import event, read_fields
 from frontends.http.bodies import SAMPLING, ResponsesFields, check_model, read_json
 from frontends.http.openai.completions import ChatRequest, chat_logprobs, read_chat
 from frontends.http.openai.conversations import conversation_of
 from frontends.http.openai.response_store import EventLog, ResponseStore, StoredResponse, read_events
 from frontends.http.openai.responses_input import (
-    Item,
     Origin,
+    ResponseItem,
     ResponseTools,
     as_messages,
     item_id,
@@ -43,7 +43,7 @@ from frontends.http.openai.responses_input import (
     with_ids,
 )
 from frontends.http.openai.stored_chat import page
-from frontends.http.respond import JsonBytes, answer, keep_alive
+from frontends.http.respond import JsonBytes, RouteHandler, answer, keep_alive
 from frontends.http.routes.tokenize import MAX_TOKENS
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -53,10 +53,9 @@ from inferengine.text.tool_parsers.custom import custom_input
 logger = logging.getLogger(__name__)
 
 CANCEL_S = 10.0
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def with_own_names(endpoint: Endpoint) -> Endpoint:
+def with_own_names(endpoint: RouteHandler) -> RouteHandler:
     """Let errors name fields as the Responses API calls them."""
 
     @wraps(endpoint)
@@ -77,8 +76,8 @@ class Asked(NamedTuple):
     chat API that both make."""
 
     fields: ResponsesFields
-    before: list[Item]
-    items: list[Item]
+    before: list[ResponseItem]
+    items: list[ResponseItem]
     tools: ResponseTools
     chat: dict[str, Any]
     conversation: StoredResponse | None
@@ -198,7 +197,7 @@ async def _read(service: HttpState, body: dict[str, Any], tenant: str) -> Asked:
     return Asked(fields, before, items, tools, to_chat(body, fields, tools, as_messages(before, items)), conversation)
 
 
-async def _before(store: ResponseStore, tenant: str, name: str) -> list[Item]:
+async def _before(store: ResponseStore, tenant: str, name: str) -> list[ResponseItem]:
     """What a stored response answers, and what it says."""
     try:
         stored = await store.get(name, tenant)
@@ -223,7 +222,7 @@ def _stream(service: HttpState, stored: StoredResponse, first: int) -> Response:
 
 
 async def _in_background(
-    service: HttpState, generation: Generation, format: ResponsesFormat, stored: StoredResponse, log: EventLog | None
+    service: HttpState, generation: RequestOutput, format: ResponsesFormat, stored: StoredResponse, log: EventLog | None
 ) -> Response:
     """Answer at once; the response is made when the engine gets to it, whether anybody asks for it or not."""
     try:
@@ -242,7 +241,7 @@ async def _in_background(
     return JsonBytes(queued) if log is None else _stream(service, stored, 0)
 
 
-async def _make(service: HttpState, generation: Generation, format: ResponsesFormat, stored: StoredResponse) -> None:
+async def _make(service: HttpState, generation: RequestOutput, format: ResponsesFormat, stored: StoredResponse) -> None:
     stored.document = {**stored.document, "status": "in_progress"}
     service.responses.put(stored)
     try:
@@ -261,7 +260,7 @@ async def _make(service: HttpState, generation: Generation, format: ResponsesFor
         format.failure(unexpected())
 
 
-async def _make_events(generation: Generation, format: ResponsesFormat) -> None:
+async def _make_events(generation: RequestOutput, format: ResponsesFormat) -> None:
     format.begin()
     async for choice, pieces in generation.merged():
         format.events(generation, choice, pieces)
@@ -402,18 +401,18 @@ class ResponsesFormat:
         self._rows: list[dict[str, Any]] = []  # log-probabilities of the open text
         self._finish_reason: str | None = None
 
-    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+    def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the events of these pieces; before the first, `response.created` and `response.in_progress`."""
         parts = self._begin()
         for piece in pieces:
             self._take(piece, parts)
         return b"".join(parts)
 
-    def plain(self, choice: Choice) -> None:
+    def plain(self, choice: ChoiceOutput) -> None:
         """Return None: the text has to be parsed first."""
         return None
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: RequestOutput) -> bytes:
         """Keep the finished response and write the event that carries it."""
         response = self._finished(generation.usage())
         self._keep(response)

@@ -15,8 +15,8 @@ from frontends.http.openai.response_store import ResponseStore
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.text.tool_parsers.custom import as_function, custom_arguments
 
-Item = dict[str, Any]
-Lookup = Callable[[str], Awaitable[Item | None]]
+ResponseItem = dict[str, Any]
+FindItem = Callable[[str], Awaitable[ResponseItem | None]]
 PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -33,7 +33,7 @@ def item_id(kind: str, response_id: str, index: int, *, of_input: bool = False) 
     return f"{PREFIXES[kind]}_{response_id.partition('_')[2]}{'i' if of_input else ''}{index}"
 
 
-async def read_items(value: Any, lookup: Lookup) -> list[Item]:
+async def read_items(value: Any, lookup: FindItem) -> list[ResponseItem]:
     """Read `input`: a text, or a list of items. References are replaced by their items. Raises InvalidRequest."""
     if isinstance(value, str) and value:
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]}]
@@ -57,10 +57,10 @@ async def read_items(value: Any, lookup: Lookup) -> list[Item]:
     return items
 
 
-def lookup_in(store: ResponseStore, tenant: str) -> Lookup:
+def lookup_in(store: ResponseStore, tenant: str) -> FindItem:
     """Find items of stored responses, of their input or their output, by id."""
 
-    async def lookup(name: str) -> Item | None:
+    async def lookup(name: str) -> ResponseItem | None:
         found = _ITEM_ID.fullmatch(name)
         if found is None:
             return None
@@ -74,7 +74,7 @@ def lookup_in(store: ResponseStore, tenant: str) -> Lookup:
     return lookup
 
 
-def with_ids(items: Iterable[Item], response_id: str) -> list[Item]:
+def with_ids(items: Iterable[ResponseItem], response_id: str) -> list[ResponseItem]:
     """Return the items, each with an id: its own, or one of its response."""
     return [
         item if item.get("id") else {**item, "id": item_id(item["type"], response_id, place, of_input=True)}
@@ -82,7 +82,7 @@ def with_ids(items: Iterable[Item], response_id: str) -> list[Item]:
     ]
 
 
-def as_messages(before: Iterable[Item], items: Iterable[Item]) -> list[dict[str, Any]]:
+def as_messages(before: Iterable[ResponseItem], items: Iterable[ResponseItem]) -> list[dict[str, Any]]:
     """Return the conversation so far and the request's own items as messages. Raises InvalidRequest naming the place
     in `input`."""
     messages: list[dict[str, Any]] = []
@@ -93,7 +93,7 @@ def as_messages(before: Iterable[Item], items: Iterable[Item]) -> list[dict[str,
     return messages or [{"role": "user", "content": ""}]
 
 
-def _add_item(item: Item, messages: list[dict[str, Any]], path: str) -> None:
+def _add_item(item: ResponseItem, messages: list[dict[str, Any]], path: str) -> None:
     kind = item["type"]
     if kind == "message":
         messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{path}.content")})

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common.auth import tenant_of
-from frontends.common.generation import Choice, Generation, Output, Piece, Usage
+from frontends.common.generation import ChoiceOutput, Output, Piece, RequestOutput, Usage
 from frontends.common.json import read_fields
 from frontends.http.bodies import MetadataFields, read_json
 from frontends.http.openai.response_store import ResponseStore, StoredResponse
@@ -32,16 +32,16 @@ class KeepingFormat:
         self._kept = kept
         self._outputs: dict[int, Output] = {}
 
-    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+    def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the events of these pieces, and remember them."""
         self._outputs.setdefault(choice.index, Output(choice)).add(pieces)
         return self._format.events(generation, choice, pieces)
 
-    def plain(self, choice: Choice) -> None:
+    def plain(self, choice: ChoiceOutput) -> None:
         """Return None: every piece has to be seen."""
         return None
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: RequestOutput) -> bytes:
         """Keep the answer and write the end of the stream."""
         outputs = [self._outputs[index] for index in sorted(self._outputs)]
         self.document(outputs, generation.usage())

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common.errors import as_unprocessable, error_object, rename_field
-from frontends.common.generation import Choice, Generation, Output, Piece, Usage
+from frontends.common.generation import ChoiceOutput, Output, Piece, RequestOutput, Usage
 from frontends.common.json import event, read_fields
 from frontends.http.bodies import (
     SAMPLING,
@@ -55,7 +55,7 @@ async def generate(request: Request) -> Response:
         prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
     except InvalidRequest as error:
         raise as_unprocessable(error) from None
-    generation = Generation(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
+    generation = RequestOutput(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
     try:
         with service.call(generation, request.receive):
             await generation.accepted()
@@ -113,7 +113,7 @@ async def generate_text(request: Request) -> Response:
     label = read_label(body, request.scope["request_id"])
     options = read_options(body, service.config, label=label, continues_prompt=True)
     prompt_ids = await served.encode(prompt, service.config.limits, name="prompt")
-    generation = Generation(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
+    generation = RequestOutput(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
     with service.call(generation, request.receive):
         await generation.accepted()
         (output,) = await generation.collect()
@@ -167,7 +167,7 @@ async def infer(request: Request) -> Response:
         (prompt_ids,) = await read_prompts(body, served, service.config.limits, most=1)
     except InvalidRequest as error:
         raise _too_long_as_unprocessable(as_unprocessable(error)) from None
-    generation = Generation(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
+    generation = RequestOutput(service.engines_for(request, served), served.tokenizer, [prompt_ids], params, options)
     try:
         return await answer(service, request, generation, InferFormat(), stream=True)
     except InferEngineError as error:
@@ -186,7 +186,7 @@ class InferFormat:
     def __init__(self) -> None:
         self._finish_reason: str | None = None
 
-    def events(self, generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> bytes:
+    def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write one `token` event for each token; a piece's text goes with its last token."""
         parts = []
         for piece in pieces:
@@ -197,11 +197,11 @@ class InferFormat:
                 parts.append(event({"token": piece.text if is_last else "", "token_id": token_id}, "token"))
         return b"".join(parts)
 
-    def plain(self, choice: Choice) -> None:
+    def plain(self, choice: ChoiceOutput) -> None:
         """Return None: each event carries its token's id beside the text."""
         return None
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: RequestOutput) -> bytes:
         """Write the `done` event with the finish reason and usage."""
         return event({"finish_reason": self._finish_reason, "usage": usage_object(generation.usage())}, "done")
 

@@ -13,7 +13,7 @@ from typing import Any
 from inferengine.config import Config
 from inferengine.engine.counters import Counters
 from inferengine.engine.io.intake import Intake
-from inferengine.engine.io.publisher import Connection, Publisher, Send, Submission
+from inferengine.engine.io.publisher import Connection, Publisher, Send, SubmittedRequest
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.model_info import ModelCard
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -47,8 +47,8 @@ FEATURES = ("text", "messages", "resume", "attach", "logprobs", EMBEDDINGS, RESU
 LEASE_INTERVALS = 3
 TICK_S = 0.25  # `tick` is called at least so often
 WELCOME_INTERVAL_S = 0.1  # between two that tell the progress of loading
-Reply = Callable[[Any], None]
-AdminOp = Callable[[dict[str, Any], Reply], None]  # arguments, and what takes the result (in the I/O thread)
+SendReply = Callable[[Any], None]
+AdminOp = Callable[[dict[str, Any], SendReply], None]  # arguments, and what takes the result (in the I/O thread)
 
 
 class Connections:
@@ -280,7 +280,7 @@ class Connections:
         """Whether no connection is reachable."""
         return all(connection.gone_since_s is not None for connection in self.by_routing_id.values())
 
-    def _read_by(self, connection: Connection) -> list[Submission]:
+    def _read_by(self, connection: Connection) -> list[SubmittedRequest]:
         """Submissions that only this connection reads."""
         submissions = {s.log.submission.id: s.log.submission for s in connection.streams.values()}
         return [

@@ -26,7 +26,7 @@ from inferengine.core.constraints import Grammar
 from inferengine.core.scheduler.queues import admit, check_prompt, resolve_max_tokens
 from inferengine.core.sequence import Request, choice_seed
 from inferengine.engine.counters import Counters
-from inferengine.engine.io.publisher import Connection, OutputLog, PriorOutputs, Publisher, Submission
+from inferengine.engine.io.publisher import Connection, OutputLog, PriorOutputs, Publisher, SubmittedRequest
 from inferengine.engine.lifecycle import Lifecycle
 from inferengine.engine.loop import EngineRef, LoadedEngine
 from inferengine.engine.model_info import ModelCard
@@ -164,7 +164,7 @@ def check_outputs(
 class PendingSubmission:
     """A submission that waits, and who wants to read it."""
 
-    submission: Submission
+    submission: SubmittedRequest
     message: Submit
     deadline_s: float | None
     readers: list[tuple[Connection, Submit | Attach]]
@@ -402,7 +402,7 @@ class Intake:
         elif known is not None:
             self._attach(connection, message, known, now)
             return
-        submission: Submission | None = None
+        submission: SubmittedRequest | None = None
         try:
             engine = self._require_ready()
             params = check_submit(
@@ -419,7 +419,7 @@ class Intake:
             engine.check(params, spec, resumes=outputs is not None)
             self._check_streams(connection, message.stream, params.n)
             self._adapters.resolve(message.adapter)
-            submission = Submission(
+            submission = SubmittedRequest(
                 message.id,
                 params,
                 tenant=message.tenant,
@@ -474,13 +474,13 @@ class Intake:
                 self._pending.give_up(item, InferEngineError(*CANCELLED))
         self._end([log.uid for log in logs if log.ended is None], "abort", CANCELLED)
 
-    def cancel_orphans(self, submissions: Sequence[Submission]) -> None:
+    def cancel_orphans(self, submissions: Sequence[SubmittedRequest]) -> None:
         """Cancel submissions whose only readers lost their connection."""
         for submission in submissions:
             submission.abandoned = True
         self.abandon(submissions, CANCELLED)
 
-    def abandon(self, submissions: Sequence[Submission], detail: tuple[str, str]) -> None:
+    def abandon(self, submissions: Sequence[SubmittedRequest], detail: tuple[str, str]) -> None:
         """Abort these submissions; `detail` is their terminal detail."""
         self._end([log.uid for each in submissions for log in each.logs if log.ended is None], "abort", detail)
 
@@ -525,7 +525,7 @@ class Intake:
         self,
         engine: LoadedEngine,
         connection: Connection,
-        submission: Submission,
+        submission: SubmittedRequest,
         message: Submit,
         prompt: array[int] | None,
         outputs: PriorOutputs | None,
@@ -574,7 +574,7 @@ class Intake:
     def _accept(
         self,
         engine: LoadedEngine,
-        submission: Submission,
+        submission: SubmittedRequest,
         message: Submit,
         prompt: array[int],
         deadline_s: float | None,
@@ -643,7 +643,7 @@ class Intake:
     def _admit(
         self,
         engine: LoadedEngine,
-        submission: Submission,
+        submission: SubmittedRequest,
         num_prompt: int,
         deadline_s: float | None,
         now: float,
@@ -679,7 +679,9 @@ class Intake:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def _attach(self, connection: Connection, message: Submit | Attach, submission: Submission, now: float) -> None:
+    def _attach(
+        self, connection: Connection, message: Submit | Attach, submission: SubmittedRequest, now: float
+    ) -> None:
         waiting = self._pending.get(submission.id)
         if waiting is not None and any(
             reader is connection and wanted.stream == message.stream for reader, wanted in waiting.readers
@@ -708,7 +710,13 @@ class Intake:
             waiting.readers.append((connection, message))
 
     def _add_reader(
-        self, connection: Connection, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
+        self,
+        connection: Connection,
+        message: Submit | Attach,
+        submission: SubmittedRequest,
+        now: float,
+        *,
+        attached: bool,
     ) -> None:
         self._send_accept(connection, message, submission, now, attached=attached)
         in_tokens = isinstance(message, Submit)
@@ -718,7 +726,13 @@ class Intake:
         self._publisher.flush(connection, now)
 
     def _send_accept(
-        self, connection: Connection, message: Submit | Attach, submission: Submission, now: float, *, attached: bool
+        self,
+        connection: Connection,
+        message: Submit | Attach,
+        submission: SubmittedRequest,
+        now: float,
+        *,
+        attached: bool,
     ) -> None:
         note = submission.note if attached else b""
         answer = Accept(
@@ -769,7 +783,7 @@ def _cursors(message: Submit | Attach) -> Sequence[int | None]:
     return [None if part is None else len(part) // 4 for part in message.resume or ()]
 
 
-def _check_cursors(submission: Submission, cursors: Sequence[int | None]) -> None:
+def _check_cursors(submission: SubmittedRequest, cursors: Sequence[int | None]) -> None:
     """Raise engine_restarted where a reader lacks log-probabilities that only an earlier engine had."""
     if submission.params.logprobs is None:
         return

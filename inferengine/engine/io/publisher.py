@@ -203,10 +203,12 @@ UNKNOWN = TokenLogprobs(0.0, 0, [], [])  # in the place of what an engine before
 LOST_CODES = ("engine_unavailable", "engine_restarted")  # after which clients send a request again, with its output
 
 PriorOutputs: TypeAlias = "Sequence[array[int] | None]"  # per choice, of an earlier engine; None: it had ended there
-MakeText = Callable[["Submission", bool], TextStream]  # of a submission; whether stop strings are to be looked for
+MakeText = Callable[
+    ["SubmittedRequest", bool], TextStream
+]  # of a submission; whether stop strings are to be looked for
 
 
-class Submission:
+class SubmittedRequest:
     """One SUBMIT: its choices and what all of them share. Kept for `resume_ttl_s` after its end."""
 
     __slots__ = (
@@ -333,7 +335,7 @@ class OutputLog:
     )
 
     def __init__(
-        self, uid: int, submission: Submission, choice: int, arrival_s: float, before: array[int] | None = None
+        self, uid: int, submission: SubmittedRequest, choice: int, arrival_s: float, before: array[int] | None = None
     ) -> None:
         """`before`: the output that an engine before this one gave."""
         self.uid = uid
@@ -463,7 +465,7 @@ class Subscription:
 
 class _Item(NamedTuple):
     due_s: float
-    submission: Submission
+    submission: SubmittedRequest
     num_bytes: int
 
 
@@ -477,7 +479,7 @@ class RetainedSubmissions:
         self._sizes: dict[str, int] = {}
         self._due: deque[tuple[float, str]] = deque()  # one for each item; those of items dropped before are stale
 
-    def add(self, submission: Submission, due_s: float) -> None:
+    def add(self, submission: SubmittedRequest, due_s: float) -> None:
         """Keep an ended submission until `due_s`."""
         tenant = submission.tenant
         item = _Item(due_s, submission, submission.num_bytes)
@@ -486,9 +488,9 @@ class RetainedSubmissions:
         self.num_bytes += item.num_bytes
         self._due.append((due_s, tenant))
 
-    def expire(self, now: float) -> list[Submission]:
+    def expire(self, now: float) -> list[SubmittedRequest]:
         """Remove and return what is due, or too much."""
-        gone: list[Submission] = []
+        gone: list[SubmittedRequest] = []
         while self._due and self._due[0][0] <= now:
             due_s, tenant = self._due.popleft()
             items = self._by_tenant.get(tenant)
@@ -498,7 +500,7 @@ class RetainedSubmissions:
             gone.append(self._drop(max(self._sizes, key=self._sizes.__getitem__)))
         return gone
 
-    def _drop(self, tenant: str) -> Submission:
+    def _drop(self, tenant: str) -> SubmittedRequest:
         """The oldest of this tenant."""
         items = self._by_tenant[tenant]
         item = items.popleft()
@@ -809,7 +811,7 @@ class Publisher:
     ) -> None:
         """`stop(uid)` ends a choice whose stop string was found. `log_requests`: log a line at each choice's end.
         `on_end` is called there with the log and its end as the core and as clients see it."""
-        self.submissions: dict[bytes, Submission] = {}
+        self.submissions: dict[bytes, SubmittedRequest] = {}
         self.num_open = 0  # choices that have not ended
         self._counters = counters
         self._make_text = make_text
@@ -827,16 +829,16 @@ class Publisher:
 
     # -- submissions and subscriptions -------------------------------------------------------------------------------
 
-    def register(self, submission: Submission) -> None:
+    def register(self, submission: SubmittedRequest) -> None:
         """Take the submission's id."""
         self.submissions[submission.id] = submission
 
-    def forget(self, submission: Submission) -> None:
+    def forget(self, submission: SubmittedRequest) -> None:
         """Free the id of a rejected submission."""
         self.submissions.pop(submission.id, None)
 
     def open(
-        self, submission: Submission, uids: Iterable[int], now: float, outputs: PriorOutputs | None = None
+        self, submission: SubmittedRequest, uids: Iterable[int], now: float, outputs: PriorOutputs | None = None
     ) -> None:
         """Open one log for each choice of an accepted submission. `outputs`: what they begin with; None for a choice
         that has ended at an earlier engine."""
@@ -854,7 +856,7 @@ class Publisher:
     def subscribe(
         self,
         connection: Connection,
-        submission: Submission,
+        submission: SubmittedRequest,
         stream: int,
         cursors: Sequence[int | None],
         reply: str,
@@ -887,15 +889,15 @@ class Publisher:
             if len(log.tokens) > log.num_before or log.ended is not None or subscription.behind:
                 connection.dirty[subscription.stream] = subscription
 
-    def drop(self, connection: Connection) -> list[Submission]:
+    def drop(self, connection: Connection) -> list[SubmittedRequest]:
         """Forget a connection's cursors. Returns the submissions that nobody reads now, not ended and not detached."""
         return [
             submission for submission in self.leave(connection, list(connection.streams)) if not submission.detached
         ]
 
-    def leave(self, connection: Connection, streams: Iterable[int]) -> list[Submission]:
+    def leave(self, connection: Connection, streams: Iterable[int]) -> list[SubmittedRequest]:
         """Forget some of a connection's cursors. Returns the unfinished submissions that nobody reads any more."""
-        orphans: dict[bytes, Submission] = {}
+        orphans: dict[bytes, SubmittedRequest] = {}
         for stream in streams:
             subscription = connection.streams.get(stream)
             if subscription is None:
@@ -1136,7 +1138,7 @@ class Publisher:
         if subscription.log.ended is not None and submission.id not in self.submissions:
             self._release(submission)
 
-    def _release(self, submission: Submission) -> None:
+    def _release(self, submission: SubmittedRequest) -> None:
         """Undo the cycle of a forgotten submission and its logs once nobody reads them, so that their memory comes back
         now: the engine looks for garbage in cycles rarely."""
         if not submission.num_subscriptions:

@@ -17,7 +17,7 @@ from inferengine.engine.io.publisher import Publisher
 from inferengine.engine.loop import Loop
 from inferengine.errors import InferEngineError, InvalidRequest
 
-Reply = Callable[[Any], None]
+SendReply = Callable[[Any], None]
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +55,11 @@ class AdapterService:
 
     # -- what operators ask for --------------------------------------------------------------------------------------
 
-    def list(self, arguments: dict[str, Any], reply: Reply) -> None:
+    def list(self, arguments: dict[str, Any], reply: SendReply) -> None:
         """Answer with the names of all adapters."""
         reply({"adapters": sorted(self.names)})
 
-    def load(self, arguments: dict[str, Any], reply: Reply) -> None:
+    def load(self, arguments: dict[str, Any], reply: SendReply) -> None:
         """Answered when requests may name it."""
         store, name = self._ready(), self._name(arguments)
         if name in self.names or name in self._coming:
@@ -67,7 +67,7 @@ class AdapterService:
         self._coming.add(name)
         threading.Thread(target=self._read, args=(store, name, reply), name="inferengine-adapter", daemon=True).start()
 
-    def unload(self, arguments: dict[str, Any], reply: Reply) -> None:
+    def unload(self, arguments: dict[str, Any], reply: SendReply) -> None:
         """Answered at once, with the number of requests that still run with it."""
         self._ready()
         number = self.resolve(self._name(arguments))
@@ -93,7 +93,7 @@ class AdapterService:
             raise InvalidRequest("name", "must be the name of an adapter")
         return name
 
-    def _read(self, store: AdapterStore, name: str, reply: Reply) -> None:
+    def _read(self, store: AdapterStore, name: str, reply: SendReply) -> None:
         """In a thread of its own: reading takes time, and nobody waits for it."""
         try:
             adapter = store.read(name)
@@ -107,7 +107,7 @@ class AdapterService:
         if self._loop is not None:
             self._loop.call(partial(self._place, store, name, adapter, reply))
 
-    def _place(self, store: AdapterStore, name: str, adapter: Any, reply: Reply) -> None:
+    def _place(self, store: AdapterStore, name: str, adapter: Any, reply: SendReply) -> None:
         """In the loop's thread, between steps."""
         try:
             number = store.add(adapter)
@@ -124,7 +124,7 @@ class AdapterService:
         else:
             self._call(partial(self._end, name, number, None, reply))
 
-    def _end(self, name: str, number: int | None, error: InferEngineError | None, reply: Reply) -> None:
+    def _end(self, name: str, number: int | None, error: InferEngineError | None, reply: SendReply) -> None:
         self._coming.discard(name)
         if number is None:
             reply(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from inferengine.engine.io.connections import AdminOp, Reply
+from inferengine.engine.io.connections import AdminOp, SendReply
 from inferengine.engine.io.publisher import Publisher
 from inferengine.engine.lifecycle import Lifecycle, Shutdown
 from inferengine.engine.loop import EngineRef
@@ -53,7 +53,7 @@ class AdminOperations:
             "profile": profiler.profile,
         }
 
-    def _flush(self, arguments: dict[str, Any], reply: Reply) -> None:
+    def _flush(self, arguments: dict[str, Any], reply: SendReply) -> None:
         """Drop cached prefixes and grammars, and return free memory to the system."""
 
         def flushed(blocks: int) -> None:
@@ -63,12 +63,12 @@ class AdminOperations:
 
         self._engine.require().loop.flush(lambda blocks: self._call(lambda: flushed(blocks)))
 
-    def _cancel_all(self, arguments: dict[str, Any], reply: Reply) -> None:
+    def _cancel_all(self, arguments: dict[str, Any], reply: SendReply) -> None:
         count = self._publisher.num_open
         self._engine.require().loop.cancel_all("abort", ("cancelled", "An operator cancelled all requests."))
         reply({"requests": count})
 
-    def _drain(self, arguments: dict[str, Any], reply: Reply) -> None:
+    def _drain(self, arguments: dict[str, Any], reply: SendReply) -> None:
         """With `exit` false the engine stays, and `resume` lets it serve again."""
         reply({"active_requests": self._publisher.num_open})
         if arguments.get("exit", True):
@@ -76,7 +76,7 @@ class AdminOperations:
         elif self._lifecycle.state == READY:
             self._lifecycle.enter(DRAINING)
 
-    def _resume(self, arguments: dict[str, Any], reply: Reply) -> None:
+    def _resume(self, arguments: dict[str, Any], reply: SendReply) -> None:
         if self._shutdown.begun or self._lifecycle.state not in (READY, DRAINING):
             raise InferEngineError("draining", "The engine is about to exit, or has not begun.")
         self._lifecycle.enter(READY)

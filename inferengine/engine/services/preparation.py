@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from inferengine.config import LimitsConfig
 from inferengine.core.constraints import Grammar, num_mask_threads, token_rules
-from inferengine.engine.io.publisher import PriorOutputs, Submission
+from inferengine.engine.io.publisher import PriorOutputs, SubmittedRequest
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.process.system import give_back
 from inferengine.sampling_params import SamplingParams
@@ -82,7 +82,7 @@ class TextService:
         future = self._long_pool.submit(self._encode, text, messages, most)
         future.add_done_callback(lambda finished: self._deliver(partial(deliver, _outcome(finished))))
 
-    def stream(self, submission: Submission, search: bool) -> TextStream:
+    def stream(self, submission: SubmittedRequest, search: bool) -> TextStream:
         """A detokenizer for one choice; `search` its stop strings."""
         params = submission.params
         return TextStream(

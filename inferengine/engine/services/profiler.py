@@ -24,7 +24,7 @@ STEPS, MAX_STEPS = 20, 100
 WAIT_S, MAX_WAIT_S = 10.0, 20.0  # below what clients wait for an answer
 MAX_TRACE_BYTES = 16 << 20  # compressed
 
-Reply = Callable[[Any], None]
+SendReply = Callable[[Any], None]
 MakeRecorder = Callable[[], ProfileRecorder]
 
 
@@ -41,7 +41,7 @@ class Profiler:
         """The model is loaded. `make`: what makes a recorder, None where the executor has none."""
         self._make, self._loop = make, loop
 
-    def profile(self, arguments: dict[str, Any], reply: Reply) -> None:
+    def profile(self, arguments: dict[str, Any], reply: SendReply) -> None:
         """`steps` and `wait_s`: answered when so many steps ran, or with those that ran in that time."""
         steps = _integer(arguments, "steps", STEPS, MAX_STEPS)
         wait_s = _seconds(arguments, "wait_s", WAIT_S, MAX_WAIT_S)
@@ -64,7 +64,7 @@ class Profiler:
             recording.give_up_s = float("inf")
             self._loop.call(recording.stop)
 
-    def _recorded(self, reply: Reply, recording: _Recording, error: BaseException | None) -> None:
+    def _recorded(self, reply: SendReply, recording: _Recording, error: BaseException | None) -> None:
         """In the loop's thread: the recording is over."""
         if error is not None:
             logger.error("profile: %s: %s", type(error).__name__, error, exc_info=error)
@@ -80,7 +80,7 @@ class Profiler:
                 target=self._write, args=(reply, recording), name="inferengine-profile", daemon=True
             ).start()
 
-    def _write(self, reply: Reply, recording: _Recording) -> None:
+    def _write(self, reply: SendReply, recording: _Recording) -> None:
         """In a thread of its own."""
         result: Any
         try:
@@ -95,7 +95,7 @@ class Profiler:
             result = InferEngineError("engine_error", "The trace could not be written; the engine's log has the cause.")
         self._call(partial(self._end, reply, result))
 
-    def _end(self, reply: Reply, result: Any) -> None:
+    def _end(self, reply: SendReply, result: Any) -> None:
         self._current = None
         reply(result)
 

@@ -58,7 +58,7 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class UpstreamUsage(msgspec.Struct):
     """`usage` of the last event."""
 
     prompt_tokens_details: PromptDetails | None = None
@@ -72,7 +72,7 @@ class Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class CompletionChoice(msgspec.Struct):
+class UpstreamChoice(msgspec.Struct):
     """One entry of `choices`."""
 
     text: str = ""
@@ -84,8 +84,8 @@ class CompletionChoice(msgspec.Struct):
 class CompletionEvent(msgspec.Struct):
     """One event of a streamed completion."""
 
-    choices: list[CompletionChoice] = []
-    usage: Usage | None = None
+    choices: list[UpstreamChoice] = []
+    usage: UpstreamUsage | None = None
     error: Any = None
 
 

@@ -43,14 +43,14 @@ from inferengine.engine.loop import IDLE_TURN_S, LoopOutput, StepObserver
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.upstream.completions import (
     OUTSIDE,
-    CompletionChoice,
-    Usage,
+    UpstreamChoice,
+    UpstreamUsage,
     check_params,
     completion_body,
     ids_of_text,
     read_logprobs,
 )
-from inferengine.engine.upstream.servers import Server, Servers, UpstreamFailed
+from inferengine.engine.upstream.servers import Servers, UpstreamFailed, UpstreamServer
 from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
 from inferengine.gguf.checkpoint import config_values
 from inferengine.gguf.reader import SUFFIX
@@ -314,7 +314,7 @@ class UpstreamLoop:
 
     async def _relay(self, sequence: Sequence) -> None:
         """Read one sequence's output. If an upstream fails before the first token, another one is tried."""
-        tried: list[Server] = []
+        tried: list[UpstreamServer] = []
         failure: InferEngineError | None = None
         num_lost = 0
         give_up_s = self._now() + self._config.upstream.wait_s
@@ -346,7 +346,7 @@ class UpstreamLoop:
             self.last_error = f"{type(error).__name__}: {error}"
             self._end(sequence, "error", ("engine_error", "The engine failed on this request."))
 
-    async def _read(self, sequence: Sequence, server: Server) -> None:
+    async def _read(self, sequence: Sequence, server: UpstreamServer) -> None:
         if server.abilities is None:
             raise RuntimeError("an upstream that is up was probed")
         body = completion_body(sequence.request, server.model, server.abilities, self._tokenizer)
@@ -382,7 +382,7 @@ class UpstreamLoop:
             raise InferEngineError("engine_error", f"The upstream ended the output with {reason!r:.40}.")
         self._end(sequence, reason, _stop_detail(sequence, server) if reason == "stop" else None)
 
-    def _take(self, sequence: Sequence, choice: CompletionChoice) -> None:
+    def _take(self, sequence: Sequence, choice: UpstreamChoice) -> None:
         """Append the tokens of one event."""
         if choice.token_ids is not None:
             token_ids = choice.token_ids
@@ -461,7 +461,7 @@ class UpstreamLoop:
         self._post(LoopOutput(output, now, [], len(uids)))
 
 
-def _stop_detail(sequence: Sequence, server: Server) -> FinishDetail:
+def _stop_detail(sequence: Sequence, server: UpstreamServer) -> FinishDetail:
     """Return what stopped an output: a stop token's id, or None for an end-of-text token.
 
     Returns GRAMMAR_COMPLETE if the output does not end with such a token, or has no token ids.
@@ -484,7 +484,7 @@ def _as_end(error: InferEngineError, sequence: Sequence) -> InferEngineError:
     return InferEngineError("overloaded", error.message, retry_after_s=error.retry_after_s)
 
 
-def _note_cached(sequence: Sequence, usage: Usage | None) -> None:
+def _note_cached(sequence: Sequence, usage: UpstreamUsage | None) -> None:
     if usage is not None and usage.prompt_tokens_details is not None:
         told = usage.prompt_tokens_details.cached_tokens or 0
         sequence.num_cached = min(max(0, told), sequence.num_prompt)

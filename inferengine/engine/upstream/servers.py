@@ -65,7 +65,7 @@ class NoAnswerHere(ValueError):
     """A server is up, but has no route at this path."""
 
 
-class Server:
+class UpstreamServer:
     """One upstream."""
 
     def __init__(self, url: str) -> None:
@@ -109,7 +109,7 @@ class Servers:
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         """Raises ConfigError."""
-        self.servers = [Server(url) for url in read_urls(config)]
+        self.servers = [UpstreamServer(url) for url in read_urls(config)]
         self._fields = read_fields(config)
         self._config = config.upstream
         self._tokenizer = tokenizer
@@ -166,7 +166,7 @@ class Servers:
             frozenset.intersection(*(each.fields for each in known)) if known else frozenset(),
         )
 
-    async def choose(self, tried: Collection[Server], wait_s: float) -> Server:
+    async def choose(self, tried: Collection[UpstreamServer], wait_s: float) -> UpstreamServer:
         """Return the upstream with the fewest requests in flight, of those that are up and not in `tried`.
 
         If none is up and none was tried, waits at most `wait_s` for one. Raises InferEngineError.
@@ -183,7 +183,7 @@ class Servers:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left_s)
 
-    async def stream(self, server: Server, body: dict[str, Any]) -> AsyncIterator[list[CompletionEvent]]:
+    async def stream(self, server: UpstreamServer, body: dict[str, Any]) -> AsyncIterator[list[CompletionEvent]]:
         """Send a completion and yield lists of the events that have arrived. Raises UpstreamFailed.
 
         A list may be empty: comments have arrived, or part of an event. Closing the generator closes the connection,
@@ -238,7 +238,7 @@ class Servers:
                 return
             yield list(reader.push(data))
 
-    async def _send(self, server: Server, body: bytes) -> aiohttp.ClientResponse:
+    async def _send(self, server: UpstreamServer, body: bytes) -> aiohttp.ClientResponse:
         """Send a completion and wait for its status.
 
         If the server closed a kept connection in the meantime the request is sent again: it has had no effect yet.
@@ -271,14 +271,14 @@ class Servers:
         if self._child is not None:
             await asyncio.to_thread(self._child.stop)
 
-    def says_nothing(self, server: Server) -> UpstreamFailed:
+    def says_nothing(self, server: UpstreamServer) -> UpstreamFailed:
         """Return the failure for a stream that goes on without output."""
         server.num_failures += 1
         logger.warning("upstream %s: a stream without output", server.name)
         refusal = InferEngineError("engine_unavailable", "The upstream sent no output.", retry_after_s=1.0)
         return UpstreamFailed(refusal, elsewhere=True, lost=True)
 
-    def refusal_in_stream(self, server: Server, error: Any) -> UpstreamFailed:
+    def refusal_in_stream(self, server: UpstreamServer, error: Any) -> UpstreamFailed:
         """Return the failure for an error event within a stream.
 
         It is either an error in the request, as when vLLM refuses a grammar after it has answered 200, or an error of
@@ -292,7 +292,9 @@ class Servers:
         refusal = InferEngineError("engine_unavailable", "The upstream failed on this request.")
         return UpstreamFailed(refusal, elsewhere=True)
 
-    def _refusal(self, server: Server, status: int, body: bytes, retry_after: str | None = None) -> UpstreamFailed:
+    def _refusal(
+        self, server: UpstreamServer, status: int, body: bytes, retry_after: str | None = None
+    ) -> UpstreamFailed:
         elsewhere = status < 400 or status >= 500 or status in (401, 403, 404, 429)
         if elsewhere:
             server.num_failures += 1
@@ -315,7 +317,7 @@ class Servers:
             self._child.tend()
         await asyncio.gather(*(self._greet(server) for server in self.servers if not server.is_up))
 
-    async def _greet(self, server: Server) -> None:
+    async def _greet(self, server: UpstreamServer) -> None:
         try:
             await self._describe(server)
             if server.abilities is None:
@@ -331,7 +333,7 @@ class Servers:
         server.down_reasons.clear()
         self._changed.set()
 
-    async def _describe(self, server: Server) -> None:
+    async def _describe(self, server: UpstreamServer) -> None:
         """Set the model and its length from the server's list of models.
 
         The model is `upstream.model`, or the first in the list. A server without a list needs `upstream.model`.
@@ -350,7 +352,7 @@ class Servers:
         length = card.get("max_model_len") if card is not None else None
         server.max_model_len = length if type(length) is int and length > 0 else None
 
-    async def _probe(self, server: Server) -> Abilities:
+    async def _probe(self, server: UpstreamServer) -> Abilities:
         """Find out by generating one token whether a server takes and gives token ids.
 
         Raises ValueError if it accepts neither token ids nor text as the prompt.
@@ -389,7 +391,7 @@ class Servers:
                 raise ValueError(f"{answer.status}")
             return msgspec.json.decode(content)
 
-    async def _post(self, server: Server, body: dict[str, Any]) -> tuple[int, Any]:
+    async def _post(self, server: UpstreamServer, body: dict[str, Any]) -> tuple[int, Any]:
         if self._looks is None:
             raise RuntimeError("not started")
         url = f"{server.url}/v1/completions"

@@ -252,7 +252,7 @@ def _export(settings: ExecutorSettings, config: DecoderConfig, folder: Path, pro
     progress("exporting weights", 1.0)
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor is in the weights file; offset and size in bytes."""
 
     name: str
@@ -262,7 +262,7 @@ class Place(NamedTuple):
     number_type: int = TensorProto.FLOAT
 
 
-def _map_weights(model: nn.Module, file: Path) -> dict[int, Place]:
+def _map_weights(model: nn.Module, file: Path) -> dict[int, TensorLocation]:
     """Back every parameter of a model on `meta` by a memory mapping of `file`.
 
     Returns the places by `id` of the new parameters. The file's space is allocated first, so that a full disk raises
@@ -274,12 +274,12 @@ def _map_weights(model: nn.Module, file: Path) -> dict[int, Place]:
     with file.open("wb") as writer:
         os.posix_fallocate(writer.fileno(), 0, int(offsets[-1]))
     mapped = np.memmap(file, dtype=np.uint8, mode="r+")
-    places: dict[int, Place] = {}
+    places: dict[int, TensorLocation] = {}
     for (key, (name, parameter)), offset in zip(sizes.items(), offsets.tolist(), strict=False):
         num_bytes = 4 * parameter.numel()
         data = torch.from_numpy(mapped[offset : offset + num_bytes].view(np.float32)).view(parameter.shape)
         made[key] = nn.Parameter(data, requires_grad=False)
-        places[id(made[key])] = Place(name, tuple(parameter.shape), offset, num_bytes)
+        places[id(made[key])] = TensorLocation(name, tuple(parameter.shape), offset, num_bytes)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, made[id(parameter)])
@@ -305,8 +305,8 @@ def _put_in_order(model: Llama) -> None:
 class Weights(NamedTuple):
     """Where parameters are in the weights file, by `id`: fp32 numbers, and int8 codes with their scales."""
 
-    numbers: dict[int, Place]
-    codes: dict[int, tuple[Place, Place]]
+    numbers: dict[int, TensorLocation]
+    codes: dict[int, tuple[TensorLocation, TensorLocation]]
 
 
 def _write_int8(model: Llama, table: torch.Tensor | None, file: Path, progress: Progress) -> Weights:
@@ -319,9 +319,9 @@ def _write_int8(model: Llama, table: torch.Tensor | None, file: Path, progress: 
     found = Weights({}, {})
     with file.open("wb") as writer:
 
-        def put(name: str, array: torch.Tensor, number_type: int = TensorProto.FLOAT) -> Place:
+        def put(name: str, array: torch.Tensor, number_type: int = TensorProto.FLOAT) -> TensorLocation:
             writer.seek(-(-writer.tell() // PAGE) * PAGE)
-            place = Place(name, tuple(array.shape), writer.tell(), array.nbytes, number_type)
+            place = TensorLocation(name, tuple(array.shape), writer.tell(), array.nbytes, number_type)
             array.contiguous().numpy().tofile(writer)
             return place
 
@@ -394,7 +394,7 @@ class Graph:
         """Return a parameter as external data, which stays in the weights file."""
         return self._stored(self._weights.numbers[id(parameter)])
 
-    def _stored(self, place: Place) -> str:
+    def _stored(self, place: TensorLocation) -> str:
         if place.name not in self._tensors:
             tensor = TensorProto(name=place.name, data_type=place.number_type, dims=place.shape)
             tensor.data_location = TensorProto.EXTERNAL

@@ -96,7 +96,7 @@ def load_onnx_model(
     return LoadedModel(export.config, export.config, model, torch.float32, settings.quantization, None)
 
 
-class Run(NamedTuple):
+class TokenRange(NamedTuple):
     """Tokens [first, last) of a step that are computed together. `columns` holds their rows only, without draws."""
 
     first: int
@@ -104,7 +104,7 @@ class Run(NamedTuple):
     columns: StepColumns
 
 
-def runs_of(columns: StepColumns, *, alone: bool = False) -> Iterator[Run]:
+def runs_of(columns: StepColumns, *, alone: bool = False) -> Iterator[TokenRange]:
     """Divide a step's rows into runs of similar length. `alone`: one run for each row."""
     bounds, num_rows, begin = columns.query_start, len(columns.row_slot), 0
     while begin < num_rows:
@@ -125,7 +125,7 @@ def runs_of(columns: StepColumns, *, alone: bool = False) -> Iterator[Run]:
             columns.positions[first:last],
             *(bounds[:0],) * 3,
         )
-        yield Run(first, last, part)
+        yield TokenRange(first, last, part)
         begin = end
 
 
@@ -261,7 +261,7 @@ class OnnxModel(DecoderModel):
                 self._body.input(f"{name}.{index}", self._angles[-1])
         self._bound = caches
 
-    def _run(self, batch: Batch, run: Run, hidden: torch.Tensor) -> None:
+    def _run(self, batch: Batch, run: TokenRange, hidden: torch.Tensor) -> None:
         first, last, columns = run
         counts = np.diff(columns.query_start)
         starts, width = columns.query_start[:-1], int(counts.max())

@@ -31,7 +31,7 @@ LOOK_S = 0.0002  # between checks of whether the device has computed a step
 MAX_CALLS = 8
 STOP_S = 5.0
 
-Reply = Callable[[bytes | None], None]
+SendStepResult = Callable[[bytes | None], None]
 
 
 class _OpenStep:
@@ -145,7 +145,7 @@ class ExecutorServer:
             self._executor.warm_up(progress)
             self._is_warm = True
 
-    def _run_session(self, inbox: queue.SimpleQueue[bytes | None], reply: Reply) -> None:
+    def _run_session(self, inbox: queue.SimpleQueue[bytes | None], reply: SendStepResult) -> None:
         """Run one engine's steps until its stream ends, then wait for the steps that are still running."""
         executor = self._executor
         if executor is None:
@@ -172,7 +172,7 @@ class ExecutorServer:
         finally:
             reply(None)
 
-    def _do(self, executor: Executor, message: bytes, steps: deque[_OpenStep], reply: Reply) -> None:
+    def _do(self, executor: Executor, message: bytes, steps: deque[_OpenStep], reply: SendStepResult) -> None:
         kind, parts = payloads.decode(message)
         if kind == "step":
             plan = decode_plan(parts[0])
@@ -193,7 +193,7 @@ class ExecutorServer:
         elif kind == "flush":
             executor.flush()
 
-    def _answer(self, future: StepFuture, reply: Reply) -> None:
+    def _answer(self, future: StepFuture, reply: SendStepResult) -> None:
         try:
             result = future.result()
         except Exception as error:
@@ -201,7 +201,7 @@ class ExecutorServer:
         else:
             reply(payloads.encode_result(result))
 
-    def _fail(self, error: Exception, reply: Reply) -> None:
+    def _fail(self, error: Exception, reply: SendStepResult) -> None:
         logger.error("a step failed", exc_info=error)
         reply(payloads.encode("error", type(error).__name__, str(error)[:500], is_fatal(error)))
         if is_fatal(error):

@@ -90,7 +90,7 @@ class Difference(NamedTuple):
     relative: float
 
 
-class Comparison(NamedTuple):
+class ModelComparison(NamedTuple):
     """The errors of all places, and how far the most likely tokens agree."""
 
     rows: list[Difference]
@@ -103,7 +103,7 @@ class Comparison(NamedTuple):
         return next((row.place for row in self.rows if not row.relative <= self.tolerance), None)
 
 
-def compare(config: Config, num_tokens: int = DEFAULT_TOKENS) -> Comparison:
+def compare(config: Config, num_tokens: int = DEFAULT_TOKENS) -> ModelComparison:
     """Run both models over the same random tokens. Raises ConfigError when transformers is not installed."""
     executor = build_executor(config)
     capacity = executor.load(lambda phase, share: None)
@@ -115,10 +115,10 @@ def compare(config: Config, num_tokens: int = DEFAULT_TOKENS) -> Comparison:
     executor.close()
     rows = [_difference(place, ours[place], theirs[place]) for place in theirs]
     same = (ours["logits"].argmax(-1) == theirs["logits"].argmax(-1)).float().mean()
-    return Comparison(rows, TOLERANCE[executor.dtype], float(same))
+    return ModelComparison(rows, TOLERANCE[executor.dtype], float(same))
 
 
-def table(comparison: Comparison) -> list[str]:
+def table(comparison: ModelComparison) -> list[str]:
     """Format the comparison as lines of a table."""
     lines = [f"{'place':<14}{'max abs error':>15}{'relative error':>16}"]
     for row in comparison.rows:

@@ -628,22 +628,22 @@ def measured_rows() -> tuple[int, ...]:
     return tuple(sorted({last for runs in _measured.values() for last in runs.lasts}))
 
 
-Key = TypeVar("Key")
-Choice = TypeVar("Choice")
+KeyT = TypeVar("KeyT")
+ChoiceT = TypeVar("ChoiceT")
 
 
-class MeasuredChoices(Generic[Key, Choice]):
+class MeasuredChoices(Generic[KeyT, ChoiceT]):
     """What was measured to be best of something other than a product: by key, and by runs of numbers of rows."""
 
     def __init__(self) -> None:
-        self._runs: dict[Key, tuple[tuple[int, int, Choice], ...]] = {}
-        self._forced: dict[Key, Choice] = {}
+        self._runs: dict[KeyT, tuple[tuple[int, int, ChoiceT], ...]] = {}
+        self._forced: dict[KeyT, ChoiceT] = {}
 
-    def use(self, table: Mapping[Key, tuple[tuple[int, int, Choice], ...]]) -> None:
+    def use(self, table: Mapping[KeyT, tuple[tuple[int, int, ChoiceT], ...]]) -> None:
         """Let these runs (first row, last row, choice) decide. They replace those of an earlier call."""
         self._runs = dict(table)
 
-    def find(self, key: Key, rows: int) -> Choice | None:
+    def find(self, key: KeyT, rows: int) -> ChoiceT | None:
         """Return what was measured for so many rows, or what is forced; None: nothing was."""
         if self._forced and key in self._forced:
             return self._forced[key]
@@ -657,7 +657,7 @@ class MeasuredChoices(Generic[Key, Choice]):
         return tuple(sorted({last for runs in self._runs.values() for _, last, _ in runs}))
 
     @contextmanager
-    def forcing(self, key: Key, choice: Choice) -> Iterator[None]:
+    def forcing(self, key: KeyT, choice: ChoiceT) -> Iterator[None]:
         """Inside, `key` takes this choice for any number of rows."""
         before = dict(self._forced)
         self._forced[key] = choice

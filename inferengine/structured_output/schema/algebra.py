@@ -45,7 +45,7 @@ from inferengine.structured_output.schema.value_sets import (
     Expr,
     NumberSet,
     ObjectShape,
-    Rule,
+    PropertyRule,
     ValueSet,
     complement_of,
     intersect,
@@ -378,7 +378,7 @@ class Algebra:
 
     def without(self, name: str) -> Expr:
         """Return the expression of the values that are no objects with this property."""
-        return self.of(ANYTHING._replace(objects=(ObjectShape((name,), (Rule(literal(name), FALSE),)),)))
+        return self.of(ANYTHING._replace(objects=(ObjectShape((name,), (PropertyRule(literal(name), FALSE),)),)))
 
     def references(self, schema: dict[str, Any], base: str, scope: Scope) -> list[Location]:
         """Return what $ref and $dynamicRef of a schema name."""
@@ -445,8 +445,8 @@ class Algebra:
             items = tuple(self.of(self._constant(item)) for item in value)
             return NOTHING._replace(arrays=(ArrayShape(items, FALSE, len(items), len(items)),))
         names = tuple(value)
-        rules = [Rule(literal(name), self.of(self._constant(value[name]))) for name in names]
-        rules.append(Rule(complement(alt(*map(literal, names))), FALSE))
+        rules = [PropertyRule(literal(name), self.of(self._constant(value[name]))) for name in names]
+        rules.append(PropertyRule(complement(alt(*map(literal, names))), FALSE))
         return NOTHING._replace(objects=(ObjectShape(names, tuple(rules), frozenset(names)),))
 
     def _strings(self, schema: dict[str, Any]) -> Language:
@@ -494,13 +494,13 @@ class Algebra:
         assert isinstance(required, list)
         if not all(isinstance(name, str) for name in required):
             raise Refusal("required must be a list of names")
-        rules = [Rule(literal(name), child(value)) for name, value in properties.items()]
-        rules += [Rule(self.pattern(pattern), child(value)) for pattern, value in patterns.items()]
+        rules = [PropertyRule(literal(name), child(value)) for name, value in properties.items()]
+        rules += [PropertyRule(self.pattern(pattern), child(value)) for pattern, value in patterns.items()]
         if "additionalProperties" in schema:
-            rules.append(Rule(complement(named_keys(self, schema)), child(schema["additionalProperties"])))
+            rules.append(PropertyRule(complement(named_keys(self, schema)), child(schema["additionalProperties"])))
         if "propertyNames" in schema:
             names = self.values(child(schema["propertyNames"])).strings
-            rules.append(Rule(complement(names), FALSE))
+            rules.append(PropertyRule(complement(names), FALSE))
         return ObjectShape(
             tuple(dict.fromkeys([*properties, *required])),
             tuple(rule for rule in rules if rule.keys != EMPTY),
@@ -663,7 +663,7 @@ class Evaluation:
 
     def _restrict(self, case: Case, schema: dict[str, Any], child: Any) -> Case:
         if "unevaluatedProperties" in schema:
-            rest = Rule(complement(case.keys), child(schema["unevaluatedProperties"]))
+            rest = PropertyRule(complement(case.keys), child(schema["unevaluatedProperties"]))
             if rest.keys != EMPTY and rest.value != TRUE:
                 limit = ANYTHING._replace(objects=(ObjectShape(rules=(rest,)),))
                 case = case._replace(values=self._algebra.meet((case.values, limit)))

@@ -295,7 +295,7 @@ class ArrayShape(NamedTuple):
         return self.prefix[place] if place < len(self.prefix) else self.rest
 
 
-class Rule(NamedTuple):
+class PropertyRule(NamedTuple):
     """The values of properties whose names are in `keys`."""
 
     keys: Language
@@ -307,11 +307,11 @@ class ObjectShape(NamedTuple):
     `exists`: there is a property with such a name and such a value."""
 
     order: tuple[str, ...] = ()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[PropertyRule, ...] = ()
     required: frozenset[str] = frozenset()
     least: int = 0
     most: int | None = None
-    exists: tuple[Rule, ...] = ()
+    exists: tuple[PropertyRule, ...] = ()
 
     def values(self, names: Iterable[str]) -> dict[str, list[Expr]]:
         """Return what the properties of these names must be, all of them."""
@@ -388,17 +388,19 @@ def with_property(keys: Language, value: Expr) -> ObjectShape:
     """Return the objects that have a property with such a name and value."""
     names = words(keys)
     if names is not None and len(names) == 1:
-        return ObjectShape(tuple(names), (Rule(literal(names[0]), value),), frozenset(names))
-    return ObjectShape(exists=(Rule(keys, value),))
+        return ObjectShape(tuple(names), (PropertyRule(literal(names[0]), value),), frozenset(names))
+    return ObjectShape(exists=(PropertyRule(keys, value),))
 
 
 def other_objects(shape: ObjectShape, negate: Negate) -> list[ObjectShape]:
     """Return shapes that together have every object that `shape` has not."""
     found = [with_property(rule.keys, negate(rule.value)) for rule in shape.rules if rule.value != TRUE]
-    found += [ObjectShape((name,), (Rule(literal(name), FALSE),)) for name in shape.order if name in shape.required]
+    found += [
+        ObjectShape((name,), (PropertyRule(literal(name), FALSE),)) for name in shape.order if name in shape.required
+    ]
     found += [ObjectShape(most=shape.least - 1)] if shape.least else []
     found += [ObjectShape(least=shape.most + 1)] if shape.most is not None else []
-    return found + [ObjectShape(rules=(Rule(rule.keys, negate(rule.value)),)) for rule in shape.exists]
+    return found + [ObjectShape(rules=(PropertyRule(rule.keys, negate(rule.value)),)) for rule in shape.exists]
 
 
 def other_arrays(shape: ArrayShape, negate: Negate) -> list[ArrayShape]:

@@ -84,7 +84,7 @@ Alternative = list[Symbol]
 
 
 @dataclass
-class Names:
+class PropertyNames:
     """The properties of an object shape, worked out: what named ones must be, and the others by classes of names."""
 
     names: list[str]
@@ -329,7 +329,7 @@ class GrammarWriter:
         names = list(dict.fromkeys([*shape.order, *sorted(shape.required)]))
         values = {name: self._algebra.all_of(exprs) for name, exprs in shape.values(names).items()}
         cells = self._cells(shape, names)
-        plain = Names(names, values, shape.required, cells, None, shape.least, shape.most)
+        plain = PropertyNames(names, values, shape.required, cells, None, shape.least, shape.most)
         for worked_out in self._with_witnesses(plain, shape):
             yield from self._brackets("{", "}", self._properties(worked_out))
 
@@ -360,7 +360,7 @@ class GrammarWriter:
                 joined[value] = alt(joined.get(value, EMPTY), language)
         return [(language, value) for value, language in joined.items()]
 
-    def _with_witnesses(self, plain: Names, shape: ObjectShape) -> Iterator[Names]:
+    def _with_witnesses(self, plain: PropertyNames, shape: ObjectShape) -> Iterator[PropertyNames]:
         """For each property that must exist: which of the properties it is."""
         algebra = self._algebra
         options: list[list[tuple[str | None, Language, Expr]]] = []
@@ -385,12 +385,12 @@ class GrammarWriter:
                     raise Refusal(TWO_UNNAMED)
                 else:
                     witness = keys, value
-            yield Names(plain.names, values, frozenset(required), plain.cells, witness, plain.least, plain.most)
+            yield PropertyNames(plain.names, values, frozenset(required), plain.cells, witness, plain.least, plain.most)
 
     def _pair(self, keys: Language, value: Expr) -> Alternative:
         return [self._terminal(to_terminal(keys, quoted=True)), self._regex(self._spacing.colon), self._value(value)]
 
-    def _properties(self, shape: Names) -> list[Alternative]:
+    def _properties(self, shape: PropertyNames) -> list[Alternative]:
         """The named properties in their order, with how many there are where that counts, then the others."""
         possible = [name for name in shape.names if shape.values[name] != FALSE]
         if any(name not in possible for name in shape.required):
@@ -427,7 +427,7 @@ class GrammarWriter:
                 alternatives.append([state(place + 1, started, count)])
         return [[first]]
 
-    def _others(self, shape: Names, started: bool, count: int) -> list[Alternative]:
+    def _others(self, shape: PropertyNames, started: bool, count: int) -> list[Alternative]:
         """What may follow the named properties. Of those without a name one counts for minProperties: another may have
         the same name."""
         need, left = max(0, shape.least - count), None if shape.most is None else shape.most - count

@@ -20,8 +20,8 @@ from frontends.common.server import (
     IDLE,
     ConnectionLimits,
     ConnectionTracker,
+    FrontendServer,
     RefusalMetrics,
-    Server,
     TrackedConnection,
     raise_file_limit,
     room_for_connections,
@@ -291,7 +291,7 @@ async def serving(**limits: Any) -> AsyncIterator[tuple[int, RefusalMetrics]]:
     refusals = RefusalMetrics("inferengine_http")
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(application, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)
-    server = Server(config, ConnectionLimits(**limits), refusals)
+    server = FrontendServer(config, ConnectionLimits(**limits), refusals)
     task = asyncio.create_task(server._serve([listener]))
     while not server.started:
         await asyncio.sleep(0)
@@ -455,7 +455,7 @@ def test_after_a_pause_of_the_process_connections_are_read_before_they_are_judge
     """SIGSTOP for 20 s while a request comes in: the rest of it lies in the socket's buffer."""
     house = House()
     connection = house.come(phase=HEAD)
-    server = Server(uvicorn.Config(lambda scope: None))
+    server = FrontendServer(uvicorn.Config(lambda scope: None))
     server.connections = house.connections
     monkeypatch.setattr("frontends.common.server.time.monotonic", lambda: house.now)
     asyncio.run(server.on_tick(0))

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from frontends.common.server import HttpProtocol, Server, TrackedConnection
+from frontends.common.server import FrontendServer, HttpProtocol, TrackedConnection
 from tests.frontends.common.test_server import application
 from tests.frontends.garbage import without_collector
 
@@ -29,7 +29,7 @@ async def serving() -> AsyncIterator[int]:
     config = uvicorn.Config(
         application, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1, timeout_keep_alive=3600
     )
-    server = Server(config)
+    server = FrontendServer(config)
     task = asyncio.create_task(server._serve([listener]))
     while not server.started:
         await asyncio.sleep(0)

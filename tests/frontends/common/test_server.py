@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from frontends.common.server import ACCEPTS_PER_ROUND, Server
+from frontends.common.server import ACCEPTS_PER_ROUND, FrontendServer
 
 HELLO = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
@@ -23,9 +23,9 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(listener: socket.socket, app: Any = application) -> AsyncIterator[Server]:
+async def serving(listener: socket.socket, app: Any = application) -> AsyncIterator[FrontendServer]:
     config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)
-    server = Server(config)
+    server = FrontendServer(config)
     task = asyncio.create_task(server._serve([listener]))
     while not server.started:
         await asyncio.sleep(0)

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from frontends.common.server import Server
+from frontends.common.server import FrontendServer
 from frontends.http.app import make_app, make_service
 from frontends.http.process import connection_limits
 from inferengine.config import Config
@@ -44,7 +44,7 @@ class FrontEnd:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = Server(
+        self._server = FrontendServer(
             uvicorn.Config(
                 make_app(self.service, [listener]),
                 loop="uvloop",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from frontends.common.generation import Choice, Generation
+from frontends.common.generation import ChoiceOutput, RequestOutput
 from frontends.http.detached import LoggedStream, LoggedSubmission
 from frontends.http.state import RunningCall
 from inferengine.client.client import Submission
@@ -20,7 +20,7 @@ from tests.frontends.garbage import without_collector
 from tests.frontends.http.builders import House, house, says, wait_until
 
 TYPES = (
-    RunningCall, Generation, Choice, Submission, OpenRequest, OutputCollector, LoggedSubmission, LoggedStream,
+    RunningCall, RequestOutput, ChoiceOutput, Submission, OpenRequest, OutputCollector, LoggedSubmission, LoggedStream,
 )  # fmt: skip
 REQUESTS = 5
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from frontends.common.generation import Choice, Piece
+from frontends.common.generation import ChoiceOutput, Piece
 from frontends.common.server import Coalescer
 from frontends.http.respond import KeepAlive, PlainEvent, Relay
 from inferengine.client import Stream
@@ -29,10 +29,10 @@ class Plain:
         self.long_way = 0
         self._broken = broken
 
-    def plain(self, choice: Choice) -> PlainEvent:
+    def plain(self, choice: ChoiceOutput) -> PlainEvent:
         return PlainEvent(b"[", b"]")
 
-    def events(self, generation: Any, choice: Choice, pieces: list[Piece]) -> bytes:
+    def events(self, generation: Any, choice: ChoiceOutput, pieces: list[Piece]) -> bytes:
         self.long_way += 1
         if any(self._broken and self._broken in piece.text for piece in pieces):
             raise RuntimeError("this format is broken")
@@ -71,7 +71,7 @@ class Line:
         self.collector = OutputCollector(1)
         self.format = format or Plain()
         stream = Stream(client, self.collector)
-        self.choice = Choice(0, [1], stream, TextStream(TOKENIZER, stop=stop))
+        self.choice = ChoiceOutput(0, [1], stream, TextStream(TOKENIZER, stop=stop))
         generation: Any = None
         relay = Relay(generation, self.choice, stream, self.format, socket.send, Coalescer())
         self.running = asyncio.ensure_future(relay.run())

@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 from websockets.sync.client import ClientConnection, connect
 
-from frontends.common.server import Server as AcceptingServer
+from frontends.common.server import FrontendServer as AcceptingServer
 from frontends.websocket.app import SOCKET_PATH, WebsocketFrontEnd
 from frontends.websocket.channel import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL
 from frontends.websocket.process import server_config
@@ -64,7 +64,7 @@ def make_engine(folder: Path, text: Callable[[str, int], str] | None = None, **o
     return ScriptedEngine(address, script, files=files, info=info, **settings)
 
 
-class Server:
+class FrontendServer:
     """One front end at work."""
 
     def __init__(self, front_end: WebsocketFrontEnd, config: Config, port: int) -> None:
@@ -118,12 +118,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(engine: ScriptedEngine | str, port: int = 0, **sections: Any) -> Iterator[Server]:
+def serving(engine: ScriptedEngine | str, port: int = 0, **sections: Any) -> Iterator[FrontendServer]:
     """A front end for `engine` (or an address), ready to be asked."""
     address = engine if isinstance(engine, str) else engine.address
     tracing = sections.pop("tracing", None)
     config = Config().with_values(wire={"socket": address, **sections.pop("wire", {})}, **sections)
-    server = Server(WebsocketFrontEnd(config, tracing=tracing), config, port)
+    server = FrontendServer(WebsocketFrontEnd(config, tracing=tracing), config, port)
     server.start()
     try:
         if isinstance(engine, ScriptedEngine):
@@ -236,7 +236,7 @@ class Reading:
 
 
 @contextlib.contextmanager
-def open_socket(server: Server, *, binary: bool = False, **options: Any) -> Iterator[Socket]:
+def open_socket(server: FrontendServer, *, binary: bool = False, **options: Any) -> Iterator[Socket]:
     protocol = MSGPACK_SUBPROTOCOL if binary else JSON_SUBPROTOCOL
     with connect(
         f"ws://127.0.0.1:{server.port}{SOCKET_PATH}", subprotocols=[protocol], compression=None, **options

@@ -9,7 +9,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.server import ServerProtocol
 
-from frontends.common.generation import Choice
+from frontends.common.generation import ChoiceOutput
 from frontends.common.server import HttpProtocol, TrackedConnection
 from frontends.websocket.channel import FramesProtocol, SendChannel
 from frontends.websocket.connection import SocketConnection
@@ -32,7 +32,7 @@ from tests.frontends.websocket.builders import (
 
 TYPES = (
     HttpProtocol, TrackedConnection, FramesProtocol, ServerProtocol, SocketConnection, SendChannel, SocketRequest,
-    ChoiceWriter, Choice, Submission, OpenRequest, OutputCollector,
+    ChoiceWriter, ChoiceOutput, Submission, OpenRequest, OutputCollector,
 )  # fmt: skip
 SOCKETS = 5
 TOKENIZER = Tokenizer.from_files(model_files())

@@ -89,7 +89,7 @@ class Environment(NamedTuple):
     kernels: str  # hash of their sources
 
 
-class Entry(NamedTuple):
+class ProductEntry(NamedTuple):
     """The measurement of a product at one number of rows, in microseconds. The best and the runner-up are a kernel and
     its configuration, or None: the library. `rules_us`: what the rules of dispatch.py would have chosen."""
 
@@ -109,15 +109,17 @@ class MeasuredTable:
 
     def __init__(
         self,
-        entries: Mapping[ProductKey, Mapping[int, Entry]] | None = None,
+        entries: Mapping[ProductKey, Mapping[int, ProductEntry]] | None = None,
         choices: Mapping[ChoiceKey, Mapping[int, ChoiceEntry]] | None = None,
     ) -> None:
-        self.entries: dict[ProductKey, dict[int, Entry]] = {key: dict(rows) for key, rows in (entries or {}).items()}
+        self.entries: dict[ProductKey, dict[int, ProductEntry]] = {
+            key: dict(rows) for key, rows in (entries or {}).items()
+        }
         self.choices: dict[ChoiceKey, dict[int, ChoiceEntry]] = {
             key: dict(rows) for key, rows in (choices or {}).items()
         }
 
-    def put(self, key: ProductKey, rows: int, entry: Entry) -> None:
+    def put(self, key: ProductKey, rows: int, entry: ProductEntry) -> None:
         """Set one entry."""
         self.entries.setdefault(key, {})[rows] = entry
 
@@ -152,7 +154,7 @@ class MeasuredTable:
         return {key: runs_of(rows) for key, rows in self.entries.items()}
 
 
-def runs_of(entries: Mapping[int, Entry]) -> tuple[MeasuredRun, ...]:
+def runs_of(entries: Mapping[int, ProductEntry]) -> tuple[MeasuredRun, ...]:
     """Return the runs of one product. Each measured number of rows stands for those above the next smaller of ROWS."""
     runs: list[MeasuredRun] = []
     for rows in sorted(entries):
@@ -296,7 +298,7 @@ def _key(name: str) -> ProductKey:
     return ProductKey(Operands[operands], Product[product], int(width), int(columns))
 
 
-def _entry_values(rows: int, entry: Entry) -> list[Any]:
+def _entry_values(rows: int, entry: ProductEntry) -> list[Any]:
     choices = [_choice_values(each) for each in (entry.best, entry.second)]
     times = [round(each, 2) for each in (entry.best_us, entry.second_us, entry.rules_us)]
     return [rows, choices[0], times[0], choices[1], times[1], times[2]]
@@ -309,9 +311,11 @@ def _rows(value: Any) -> int:
     return value
 
 
-def _entry(key: ProductKey, rows: int, values: list[Any]) -> Entry:
+def _entry(key: ProductKey, rows: int, values: list[Any]) -> ProductEntry:
     best, best_us, second, second_us, rules_us = values
-    return Entry(_choice(key, rows, best), _us(best_us), _choice(key, rows, second), _us(second_us), _us(rules_us))
+    return ProductEntry(
+        _choice(key, rows, best), _us(best_us), _choice(key, rows, second), _us(second_us), _us(rules_us)
+    )
 
 
 def _us(value: Any) -> float:

@@ -43,7 +43,7 @@ from inferengine.kernels.cuda.dispatch import (
 )
 from inferengine.kernels.cuda.tuning.choices import SearchBudget
 from inferengine.kernels.cuda.tuning.limits import SHARED_BYTES, takes
-from inferengine.kernels.cuda.tuning.measured_table import ROWS, Entry, MeasuredTable
+from inferengine.kernels.cuda.tuning.measured_table import ROWS, MeasuredTable, ProductEntry
 
 logger = logging.getLogger(__name__)
 
@@ -207,22 +207,22 @@ class TunedProduct(NamedTuple):
         return {self.key(product, rows) for product in self.measured() for rows in (1, 2)}
 
 
-Plan = tuple[tuple[ProductKey, KernelChoice | None], ...]  # what each product is to take, to be timed as a whole
+StepChoices = tuple[tuple[ProductKey, KernelChoice | None], ...]  # what each product is to take, to be timed as a whole
 
 
 class Timer(Protocol):
     """Runs products as the model runs them."""
 
-    def compile(self, work: Sequence[tuple[TunedProduct, int, Plan]]) -> None:
+    def compile(self, work: Sequence[tuple[TunedProduct, int, StepChoices]]) -> None:
         """Compile all kernels of these plans."""
         ...
 
-    def prepare(self, product: TunedProduct, rows: int, plan: Plan) -> Callable[[], float]:
+    def prepare(self, product: TunedProduct, rows: int, plan: StepChoices) -> Callable[[], float]:
         """Return a function that measures the seconds of one call. Raises where the plan cannot be launched."""
         ...
 
 
-def plans(product: TunedProduct, rows: int) -> tuple[Plan, ...]:
+def plans(product: TunedProduct, rows: int) -> tuple[StepChoices, ...]:
     """Return what to try for a product: first what the rules prefer."""
     key = product.key(product.kind, rows)
     if product.kind is not Product.PARTS:
@@ -234,7 +234,7 @@ def plans(product: TunedProduct, rows: int) -> tuple[Plan, ...]:
         return tuple(whole)
     if in_parts:  # the same tiles with a reduction of their own beside them gain little
         whole = [plan for plan in whole if not _splits_tma_tiles(plan[1][1])]
-    found: list[Plan] = [*whole, *in_parts]
+    found: list[StepChoices] = [*whole, *in_parts]
     by_rules = preferred(key, rows)
     if by_rules is not None:
         found.sort(key=lambda plan: plan != ((key, by_rules),))
@@ -265,7 +265,7 @@ def search_products(
 ) -> Iterator[None]:
     """Measure products, in order, until all is measured or the budget is spent. Each step of the iterator is a stage,
     whose results are in the table then."""
-    ranked: dict[tuple[TunedProduct, int], list[Plan]] = {}
+    ranked: dict[tuple[TunedProduct, int], list[StepChoices]] = {}
     stage_s = budget.first_stage_s  # of the latest
     for stage in STAGES:
         begin = budget.clock()
@@ -346,8 +346,8 @@ def _by_importance() -> Iterable[int]:
 
 
 def _taken_over(
-    product: TunedProduct, rows: int, ranked: dict[tuple[TunedProduct, int], list[Plan]]
-) -> tuple[Plan, ...]:
+    product: TunedProduct, rows: int, ranked: dict[tuple[TunedProduct, int], list[StepChoices]]
+) -> tuple[StepChoices, ...]:
     """What to try at rows that are no stage's: the rules' choice, the library, and the best of the class."""
     stage = next(stage for _, last, stage in CLASSES if rows <= last)
     best = ranked.get((product, stage), [])
@@ -362,10 +362,12 @@ def _taken_over(
     return tuple(found)
 
 
-def _measure(product: TunedProduct, rows: int, tried: Sequence[Plan], timer: Timer, table: MeasuredTable) -> list[Plan]:
+def _measure(
+    product: TunedProduct, rows: int, tried: Sequence[StepChoices], timer: Timer, table: MeasuredTable
+) -> list[StepChoices]:
     """Measure plans, of which the first is the rules', and put the result into the table. Returns them best first."""
-    samples: dict[Plan, list[float]] = {}
-    again: dict[Plan, Callable[[], float]] = {}
+    samples: dict[StepChoices, list[float]] = {}
+    again: dict[StepChoices, Callable[[], float]] = {}
     best = float("inf")
     for plan in tried:
         try:
@@ -379,7 +381,7 @@ def _measure(product: TunedProduct, rows: int, tried: Sequence[Plan], timer: Tim
             again[plan] = sample
         best = min(best, samples[plan][0])
 
-    def seconds(plan: Plan) -> float:
+    def seconds(plan: StepChoices) -> float:
         return statistics.median(samples[plan])
 
     finalists = sorted(again, key=seconds)[:FINALISTS]
@@ -397,7 +399,11 @@ def _measure(product: TunedProduct, rows: int, tried: Sequence[Plan], timer: Tim
 
 
 def _record(
-    rules: Plan, seconds: dict[Plan, float], finalists: Sequence[Plan], rows: int, table: MeasuredTable
+    rules: StepChoices,
+    seconds: dict[StepChoices, float],
+    finalists: Sequence[StepChoices],
+    rows: int,
+    table: MeasuredTable,
 ) -> None:
     """Put an entry for each key of the plans into the table. Only finalists, measured often enough, can be best."""
     for key in dict.fromkeys(key for plan in seconds for key, _ in plan):
@@ -417,7 +423,7 @@ def _record(
         if by_rules in times and times[best] > rules_s * NOISE:
             best = by_rules
         second = min((each for each in times if each != best), key=lambda choice: times[choice], default=best)
-        table.put(key, rows, Entry(best, times[best] * 1e6, second, times[second] * 1e6, rules_s * 1e6))
+        table.put(key, rows, ProductEntry(best, times[best] * 1e6, second, times[second] * 1e6, rules_s * 1e6))
 
 
 def slow_rows(products: Sequence[TunedProduct], table: MeasuredTable) -> frozenset[int]:
