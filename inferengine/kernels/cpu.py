@@ -79,7 +79,7 @@ class Angles(NamedTuple):
 class AttentionPlan:
     """The plan of one step and one KV group, for all layers of the group."""
 
-    __slots__ = ("angles", "decodes", "kv_copy", "tiles", "written")
+    __slots__ = ("angles", "decodes", "kv_copy", "latent_parts", "tiles", "written")
 
     def __init__(
         self, decodes: list[DecodePlan], tiles: list[TilePlan], written: torch.Tensor, kv_copy: Any = None
@@ -91,6 +91,7 @@ class AttentionPlan:
         )
         self.kv_copy = kv_copy  # a decode_kv_cache.GroupCopy, which then replaces `decodes`
         self.angles: dict[int, Angles] = {}  # by rotation table
+        self.latent_parts: Any = None  # of latents: how each part of the step is computed (kernels/cpu_latent.py)
 
 
 def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | None) -> AttentionPlan:
@@ -106,11 +107,13 @@ def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | No
     table = batch.block_tables[group].numpy()
     written = torch.from_numpy(_written(columns, table, kv))
     if batch.isolated:
-        return AttentionPlan([], _plan_tiles(columns, 0, table, kv, window, isolated=True), written)
+        rows = range(batch.num_rows)
+        return AttentionPlan([], plan_tiles(columns, rows, table, kv, window, isolated=True), written)
     num_short = _num_short(columns, batch.num_decodes)
     ends = [batch.num_decodes, batch.num_decodes + num_short]
-    tiles = _plan_tiles(columns, ends[1], table, kv, window) if ends[1] < batch.num_rows else []
-    if batch.decode_kv_cache is not None and window is None and ends[1] and kv.shape[1] == 2:  # no copies of latents
+    has_latents = kv.shape[1] == 1  # of which there are no copies, and whose prompts kernels/cpu_latent.py plans
+    tiles = plan_tiles(columns, range(ends[1], batch.num_rows), table, kv, window) if not has_latents else []
+    if batch.decode_kv_cache is not None and window is None and ends[1] and not has_latents:
         kv_copy = batch.decode_kv_cache.advance(columns, ends[1], group, table, kv)
         if kv_copy is not None:
             return AttentionPlan([], tiles, written, kv_copy)
@@ -214,10 +217,10 @@ def block_places(blocks: np.ndarray, num_kv_heads: int, num_planes: int = 2) -> 
     return ((blocks.astype(np.int64)[None, :, None, :] * num_planes + planes) * num_kv_heads + heads).reshape(-1)
 
 
-def _plan_tiles(
-    columns: Any, first_row: int, table: np.ndarray, kv: torch.Tensor, window: int | None, *, isolated: bool = False
+def plan_tiles(
+    columns: Any, rows: range, table: np.ndarray, kv: torch.Tensor, window: int | None, *, isolated: bool = False
 ) -> list[TilePlan]:
-    """Cut the prompt tokens of a step into tiles: at most QUERY_TILE queries, few keys if several rows share one.
+    """Cut the prompt tokens of `rows` into tiles: at most QUERY_TILE queries, few keys if several rows share one.
     `isolated`: no two rows share a tile, and each query of a row that verifies draft tokens has its own: a draft token
     whose keys are NaN must not reach the tokens before it, which are valid even where the draft token is rejected."""
     tiles: list[TilePlan] = []
@@ -231,7 +234,7 @@ def _plan_tiles(
         pieces.clear()
         num_queries = num_keys = 0
 
-    for row in range(first_row, len(columns.row_slot)):
+    for row in rows:
         begin, row_end = int(columns.query_start[row]), int(columns.query_start[row + 1])
         most = 1 if isolated and np.count_nonzero(columns.sample_rows == row) > 1 else QUERY_TILE
         while begin < row_end:
@@ -344,19 +347,32 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q [T, H, D] over the paged keys of each token's row -> [T, H * D]. `window` is baked into the step's plan."""
+    plan: AttentionPlan = batch.plans[group]
+    return attend(q, kv, plan.decodes, plan.tiles, scale, softcap, sinks)
+
+
+def attend(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    decodes: list[DecodePlan],
+    tiles: list[TilePlan],
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     value_dim: int = 0,
 ) -> torch.Tensor:
-    """q [T, H, D] over the paged keys of each token's row -> [T, H * D]. `window` is baked into the step's plan. Of a
-    cache of latents the first `value_dim` numbers of a key are its value: -> [T, H * V]."""
-    plan: AttentionPlan = batch.plans[group]
+    """As `attention`, of the parts of a plan that have the tokens of q. Of a cache of latents the first `value_dim`
+    numbers of a key are its value: -> [T, H * V]."""
     num_tokens, num_heads, head_dim = q.shape
     width = value_dim or head_dim
-    if len(plan.decodes) == 1 and not plan.tiles:
-        return _decode(q, kv, plan.decodes[0], scale, softcap, sinks, width)
+    if len(decodes) == 1 and not tiles:
+        return _decode(q, kv, decodes[0], scale, softcap, sinks, width)
     out = torch.empty(num_tokens, num_heads * width, dtype=q.dtype)
-    for part in plan.decodes:
+    for part in decodes:
         out[part.begin : part.end] = _decode(q[part.begin : part.end], kv, part, scale, softcap, sinks, width)
-    for tile in plan.tiles:
+    for tile in tiles:
         out[tile.begin : tile.end] = _prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap, sinks, width)
     return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,12 @@ ROWS = {  # tokens of each row after the step, and how many of them are new
     "a prompt": ([40], [40]),
     "decodes, guesses and a chunk": ([12, 50, 33, 70], [1, 1, 4, 20]),
 }
+PROMPTS = {
+    "decodes, guesses and a chunk": ROWS["decodes, guesses and a chunk"],
+    "a long chunk": ([700], [400]),
+    "short prompts and a long one": ([5, 40, 70, 30, 300, 90], [1, 40, 30, 17, 300, 90]),
+    "chunks behind long contexts": ([600, 300, 20], [18, 290, 20]),
+}
 
 
 class Layer:
@@ -27,7 +34,7 @@ class Layer:
     def __init__(self, num_tokens: int) -> None:
         self.q = torch.randn(num_tokens, HEADS * (PLAIN + TURNING))
         self.new = torch.randn(num_tokens, RANK + TURNING)
-        self.gain, self.cos_sin = torch.randn(RANK), torch.randn(128, TURNING)
+        self.gain, self.cos_sin = torch.randn(RANK), torch.randn(1024, TURNING)
         self.key_up, self.value_up = torch.randn(HEADS, PLAIN, RANK) * 0.2, torch.randn(HEADS, RANK, VALUE) * 0.2
 
     def run(self, operation: Any, case: PagedCase, batch: Batch, device: torch.device) -> torch.Tensor:
@@ -58,7 +65,7 @@ class Layer:
 
 
 def made(rows: str, device: torch.device) -> tuple[PagedCase, Batch]:
-    row_lens, counts = ROWS[rows]
+    row_lens, counts = {**ROWS, **PROMPTS}[rows]
     cpu_case = make_paged_case(row_lens, counts, 1, RANK + TURNING, 16, torch.float32, torch.device("cpu"))
     num_decodes = next((index for index, count in enumerate(counts) if count > 1), len(counts))
     batch = batch_of(cpu_case, num_decodes)
@@ -87,6 +94,68 @@ def test_the_reference(rows):
     assert relative_error(out, layer.expected(case)) < 1e-5
 
 
+@pytest.mark.parametrize("up_projects", [False, True])
+@pytest.mark.parametrize("rows", PROMPTS)
+def test_prompts_of_the_reference_absorbed_and_up_projected(rows, up_projects, monkeypatch):
+    """Whichever takes fewer multiplications."""
+    monkeypatch.setattr(cpu_latent, "_should_up_project", lambda *_: up_projects)
+    case, batch = made(rows, torch.device("cpu"))
+    layer = Layer(batch.num_tokens)
+    batch.plans = [cpu.prepare_attention(batch, 0, case.kv, None)]
+    out = layer.run(cpu_latent.latent_attention, case, batch, torch.device("cpu"))
+    assert relative_error(out, layer.expected(case)) < 1e-5
+    parts = batch.plans[0].latent_parts
+    assert parts[-1].end == batch.num_tokens
+    assert [isinstance(part, cpu_latent.UpProjected) for part in parts if not getattr(part, "decodes", ())] == [
+        up_projects
+    ] * (len(parts) - (batch.num_decodes > 0))
+
+
+@pytest.mark.parametrize(
+    ("context", "new", "up_projects"),
+    [(0, 17, True), (0, 2000, True), (100_000, 170, False), (100_000, 171, True), (512, 100, False), (16, 100, True)],
+)
+def test_a_prompt_of_the_published_sizes_is_computed_with_fewer_multiplications(context, new, up_projects):
+    """A pair of tokens takes 1,088 with latents, 320 with keys and values; these take 131,072 of each token of the
+    context, and latents as many of each new token."""
+    last_key = np.arange(context, context + new)
+    part = cpu_latent.UpProjected(0, new, torch.empty(context + new), np.zeros(new, dtype=int), last_key)
+    weights = cpu_latent.Weights(torch.empty(16, 128, 512), torch.empty(16, 512, 128))
+    pairs = new * context + new * (new + 1) // 2
+    assert up_projects == (pairs * 320 + (context + new) * 131_072 < pairs * 1_088 + new * 131_072)
+    assert cpu_latent._should_up_project(part, weights, 576) == up_projects
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_what_is_no_number_stays_in_its_row(isolated):
+    """Rows side by side share products; computed apart they share none."""
+    case, batch = made("short prompts and a long one", torch.device("cpu"))
+    layer = Layer(batch.num_tokens)
+    layer.new[60] = float("nan")  # of the second prompt
+    batch.isolated = isolated
+    batch.plans = [cpu.prepare_attention(batch, 0, case.kv, None)]
+    out = layer.run(cpu_latent.latent_attention, case, batch, torch.device("cpu"))
+    spoiled = out.isnan().any(1)
+    assert spoiled[60:71].all()
+    assert not spoiled[[0, *range(88, batch.num_tokens)]].any()
+    if isolated:
+        assert not spoiled[:41].any()
+        assert not spoiled[71:].any()
+
+
+def test_memory_does_not_grow_with_the_context(monkeypatch):
+    """Keys and values exist of one block of the context at a time."""
+    seen = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *args: seen.append(bmm(*args)) or seen[-1])
+    case, batch = made("a long chunk", torch.device("cpu"))
+    batch.plans = [cpu.prepare_attention(batch, 0, case.kv, None)]
+    layer = Layer(batch.num_tokens)
+    layer.run(cpu_latent.latent_attention, case, batch, torch.device("cpu"))
+    assert isinstance(batch.plans[0].latent_parts[0], cpu_latent.UpProjected)
+    assert max(made.numel() for made in seen) <= HEADS * cpu_latent.KEYS_AT_ONCE * cpu_latent.QUERIES_AT_ONCE
+
+
 def test_what_the_cache_holds_is_the_normed_latent_and_the_rotated_key():
     case, batch = made("a prompt", torch.device("cpu"))
     layer = Layer(batch.num_tokens)
@@ -107,8 +176,9 @@ def test_the_kernels(rows, deterministic, device):
     assert relative_error(out.cpu(), layer.expected(on_cpu(case))) < 1e-5
 
 
-def test_an_fp8_cache_of_the_reference_is_scaled():
-    case, batch = made("decodes", torch.device("cpu"))
+@pytest.mark.parametrize("rows", ["decodes", "a long chunk"])
+def test_an_fp8_cache_of_the_reference_is_scaled(rows):
+    case, batch = made(rows, torch.device("cpu"))
     codes = (case.kv / 0.25).to(torch.float8_e4m3fn)
     layer = Layer(batch.num_tokens)
     batch.plans = [cpu.prepare_attention(batch, 0, codes, None)]

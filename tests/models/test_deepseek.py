@@ -14,6 +14,7 @@ from inferengine.core.speculation import DraftModelProposer
 from inferengine.errors import ConfigError, InferEngineError
 from inferengine.executor.load import dry_run
 from inferengine.executor.torch_executor import build_executor
+from inferengine.kernels import cpu_latent
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.rotary import inverse_frequencies
 from inferengine.models import registry
@@ -208,6 +209,30 @@ def test_the_cache_is_as_large_as_the_plan_says(tmp_path):
     layers = engine.executor.kv.layers
     assert [tuple(layer.shape) for layer in layers] == [(11, 1, 1, 8, 24)] * 2
     assert engine.executor.kv.num_bytes == 11 * 8 * engine.executor.config.kv_bytes_per_token(0, 4)
+
+
+@pytest.mark.parametrize("case", [LITE, V3], ids=["V2-Lite", "V3"])
+def test_prompts_are_computed_whole_in_chunks_and_behind_cached_ones(case, tmp_path, monkeypatch):
+    """Some with keys and values of every head, some on latents."""
+    forms = set()
+    plan_parts = cpu_latent._plan_parts
+
+    def planned(*args: Any) -> list[Any]:
+        parts = plan_parts(*args)
+        forms.update(type(part).__name__ for part in parts if not getattr(part, "decodes", ()))
+        return parts
+
+    monkeypatch.setattr(cpu_latent, "_plan_parts", planned)
+    model, engine = engine_of(case, tmp_path, budget=80)
+    prompts = [[(5 * i + 3 * j * j) % 300 for j in range(length)] for i, length in enumerate((170, 30, 60, 100))]
+    longer = [[*prompt, *range(100, 118)] for prompt in prompts]
+    for some in (prompts, longer[:1], longer[1:]):
+        outputs = engine.generate(some, 8)
+        assert outputs == [
+            greedy_reference(model, prompt, output) for prompt, output in zip(some, outputs, strict=True)
+        ]
+    assert engine.core.scheduler.stats.num_cached_tokens >= 300
+    assert forms == {"Absorbed", "UpProjected"}
 
 
 def test_preempted_sequences_are_swapped_and_come_back(tmp_path):
