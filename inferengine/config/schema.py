@@ -322,7 +322,7 @@ class HttpConfig:
         "format of the model's tool calls; auto: detected from its chat template",
         (
             *("auto", "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder", "glm45"),
-            *("deepseek_v3", "deepseek_v31", "phi4_mini", "granite", "harmony"),
+            *("deepseek_v3", "deepseek_v31", "kimi_k2", "phi4_mini", "granite", "harmony"),
         ),
     )
     reasoning_parser: str = _key(

@@ -140,7 +140,7 @@ FAMILIES = (
         "deepseek_v3",
         (671, 1026),
         "DeepSeek-V3, V3.1, R1; Kimi K2",
-        tools="deepseek_v3, deepseek_v31",
+        tools="deepseek_v3, deepseek_v31, kimi_k2",
         lora=MIXTURE,
     ),
     Family("SmolLM3ForCausalLM", "families.smollm3", "smollm3", (3.1,), "SmolLM 3", tools="hermes"),

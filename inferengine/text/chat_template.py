@@ -35,6 +35,7 @@ from inferengine.text.template_limits import (
     limited,
 )
 from inferengine.text.tokenizer import read_json, special_token_strings
+from inferengine.text.tool_parsers import marked
 from inferengine.text.tool_parsers.custom import custom_arguments
 
 MAX_OUTPUT_CHARACTERS = MOST_CHARACTERS
@@ -108,6 +109,8 @@ class ChatTemplate:
         if self._wants is None:
             self._wants = self._find_wants()
         chat = [_as_wanted(message, self._wants) for message in messages]
+        if marked.KIMI.separator in self.source:
+            _number_calls(chat)
         if continue_final_message:
             if add_generation_prompt:
                 raise InvalidRequest("continue_final_message", "needs add_generation_prompt = false")
@@ -198,6 +201,23 @@ def _as_wanted(message: Mapping[str, Any], wants: _Wants) -> dict[str, Any]:
         ]
     reasoning = next((read[name] for name in _REASONING if isinstance(read.get(name), str)), None)
     return read if reasoning is None else {**dict.fromkeys(_REASONING, reasoning), **read}
+
+
+def _number_calls(messages: list[dict[str, Any]]) -> None:
+    """Give calls and their results the ids that Kimi K2 was trained with, whose template writes ids into the prompt:
+    `functions.NAME:NUMBER`, numbered through the conversation."""
+    ids: dict[Any, list[str]] = {}  # by the client's id, of calls without a result so far
+    number = 0
+    for message in messages:
+        if message.get("tool_calls"):
+            numbered = []
+            for call in message["tool_calls"]:
+                numbered.append({**call, "id": f"functions.{call['function'].get('name')}:{number}"})
+                ids.setdefault(call.get("id"), []).append(numbered[-1]["id"])
+                number += 1
+            message["tool_calls"] = numbered
+        if message["role"] == "tool" and ids.get(message.get("tool_call_id")):
+            message["tool_call_id"] = ids[message["tool_call_id"]].pop(0)
 
 
 def _text_of(arguments: Any) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from inferengine.text.tool_parsers import deepseek, harmony, hermes, json_list, llama3_json, mistral, pythonic, xml
+from inferengine.text.tool_parsers import harmony, hermes, json_list, llama3_json, marked, mistral, pythonic, xml
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning, split_at_mark
 from inferengine.text.tool_parsers.custom import CustomCalls
 
@@ -38,8 +38,8 @@ Strings = Mapping[str, Collection[str]]  # by function: the parameters that are 
 @dataclass(frozen=True)
 class ToolFormat:
     """How one family of models writes calls. `call` is the text of one, with {name} (quoted) or {bare_name}, and
-    {arguments} to fill in; or {parameters}, which are then written one by one as `parameter`, with {key} and {value}.
-    Several calls have `between` between them; `before` and `after` enclose them all."""
+    {arguments} to fill in, and {number}, any; or {parameters}, which are then written one by one as `parameter`, with
+    {key} and {value}. Several calls have `between` between them; `before` and `after` enclose them all."""
 
     name: str
     make_parser: Callable[[Strings], ToolParser]
@@ -142,24 +142,40 @@ FORMATS = {
         ),
         ToolFormat(
             "deepseek_v3",
-            lambda strings: deepseek.DeepSeekParser(),
-            call=f"{deepseek.CALL}function{deepseek.SEPARATOR}{{bare_name}}\n```json\n{{arguments}}\n```{deepseek.CALL_END}",
+            lambda strings: marked.MarkedParser(marked.DEEPSEEK),
+            call=(
+                f"{marked.DEEPSEEK.call}function{marked.DEEPSEEK.separator}{{bare_name}}\n```json\n{{arguments}}\n```"
+                f"{marked.DEEPSEEK.call_end}"
+            ),
             between="\n",
-            before=deepseek.CALLS,
-            after=deepseek.CALLS_END,
-            marks=deepseek.MARKS,
-            signs=(deepseek.SEPARATOR,),
+            before=marked.DEEPSEEK.calls,
+            after=marked.DEEPSEEK.calls_end,
+            marks=marked.DEEPSEEK.texts,
+            signs=(marked.DEEPSEEK.separator,),
             needs=("```json",),
         ),
         ToolFormat(
             "deepseek_v31",
-            lambda strings: deepseek.DeepSeekParser(),
-            call=f"{deepseek.CALL}{{bare_name}}{deepseek.SEPARATOR}{{arguments}}{deepseek.CALL_END}",
+            lambda strings: marked.MarkedParser(marked.DEEPSEEK),
+            call=f"{marked.DEEPSEEK.call}{{bare_name}}{marked.DEEPSEEK.separator}{{arguments}}{marked.DEEPSEEK.call_end}",
             between="",
-            before=deepseek.CALLS,
-            after=deepseek.CALLS_END,
-            marks=deepseek.MARKS,
-            signs=(deepseek.SEPARATOR,),
+            before=marked.DEEPSEEK.calls,
+            after=marked.DEEPSEEK.calls_end,
+            marks=marked.DEEPSEEK.texts,
+            signs=(marked.DEEPSEEK.separator,),
+        ),
+        ToolFormat(
+            "kimi_k2",
+            lambda strings: marked.MarkedParser(marked.KIMI),
+            call=(
+                f"{marked.KIMI.call}functions.{{bare_name}}:{{number}}{marked.KIMI.separator}{{arguments}}"
+                f"{marked.KIMI.call_end}"
+            ),
+            between="",
+            before=marked.KIMI.calls,
+            after=marked.KIMI.calls_end,
+            marks=marked.KIMI.texts,
+            signs=(marked.KIMI.separator,),
         ),
         ToolFormat(
             "phi4_mini",
@@ -184,8 +200,8 @@ FORMATS = {
     )
 }
 _DETECTION_ORDER = (
-    "harmony", "mistral_args", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "phi4_mini", "granite",
-    "hermes", "pythonic", "llama3_json",
+    "harmony", "mistral_args", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "kimi_k2", "phi4_mini",
+    "granite", "hermes", "pythonic", "llama3_json",
 )  # fmt: skip
 
 
@@ -274,7 +290,8 @@ def calls_grammar(
             lines += [f"call_{number}: {text(before)} {written} {text(after)}", *rules]
             continue
         before, _, after = call.partition("{arguments}")
-        lines.append(f"call_{number}: {text(before)} arguments_{number} {text(after)}")
+        begin = " /[0-9]{1,4}/ ".join(map(text, before.split("{number}")))
+        lines.append(f"call_{number}: {begin} arguments_{number} {text(after)}")
         schema = {"type": "object", **function.parameters, "x-tool": function.name}  # structured_output.json_grammar
         lines.append(f"arguments_{number}: {_json(schema)}")
     return "\n".join(lines) + "\n"

@@ -64,6 +64,18 @@ DEEPSEEK = """{{ bos_token }}{% for m in messages %}
 {%- if loop.last %}{{ '<｜tool▁calls▁end｜>' }}{% endif %}{% endfor %}{{ '<｜end▁of▁sentence｜>' }}
 {%- elif m['role'] == 'tool' %}{{ '<｜tool▁output▁begin｜>' + m['content'] + '<｜tool▁output▁end｜>' }}{% endif %}
 {%- endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"""
+KIMI = """{%- if tools %}<|im_system|>tool_declare<|im_middle|># Tools
+{{ tools | tojson }}<|im_end|>{% endif %}
+{%- for message in messages %}{% set role = message.get('name') or message['role'] %}
+{{- '<|im_' + ('user' if role == 'user' else 'assistant' if role == 'assistant' else 'system') + '|>' + role }}
+{{- '<|im_middle|>' }}
+{%- if message['role'] == 'tool' %}{{ '## Return of ' + message.tool_call_id + '\n' }}{% endif %}
+{{- message['content'] or '' }}
+{%- if message.get('tool_calls') %}<|tool_calls_section_begin|>
+{%- for call in message['tool_calls'] %}{{ '<|tool_call_begin|>' + call['id'] + '<|tool_call_argument_begin|>' }}
+{%- set given = call['function']['arguments'] %}{{ given if given is string else given | tojson }}<|tool_call_end|>
+{%- endfor %}<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"""
 PHI4 = """{% for message in messages %}{% if message['role'] == 'system' and tools %}
 {{- '<|system|>' + message['content'] + '<|tool|>' + (tools | tojson) + '<|/tool|><|end|>' }}{% else %}
 {{- '<|' + message['role'] + '|>' + message['content'] }}{% if message.tool_calls %}
@@ -213,6 +225,7 @@ STYLES = {
     "qwen3_coder": QWEN3_CODER,
     "glm45": GLM45,
     "deepseek": DEEPSEEK,
+    "kimi": KIMI,
     "phi4": PHI4,
     "granite": GRANITE,
     "pythonic": PYTHONIC,

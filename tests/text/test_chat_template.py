@@ -134,6 +134,12 @@ AS_TEXT, AS_PARTS = {"deepseek"}, {"parts"}  # what these styles want the argume
 def _as_its_user_would(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A conversation in the form that a template wants, as transformers is given it."""
     wanted = copy.deepcopy(messages)
+    if name == "kimi":  # results follow in the order of the calls
+        calls = [call for message in wanted for call in message.get("tool_calls", ())]
+        for number, call in enumerate(calls):
+            call["id"] = f"functions.{call['function']['name']}:{number}"
+        for call, message in zip(calls, (one for one in wanted if one["role"] == "tool"), strict=True):
+            message["tool_call_id"] = call["id"]
     for message in wanted:
         if name in AS_PARTS:
             text = message["content"]
@@ -162,6 +168,32 @@ def test_conversations_are_rendered_as_transformers_renders_them(name: str) -> N
                 template.render(check_messages(sent), **options)
             continue
         assert template.render(check_messages(sent), **options) == expected
+
+
+def test_calls_of_kimi_have_the_ids_that_it_was_trained_with() -> None:
+    """Whatever clients, or other servers before, called them, and in whatever order results come."""
+
+    def call(name: str, identifier: str) -> dict[str, Any]:
+        return {"id": identifier, "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+    def result(identifier: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": identifier, "content": "ok"}
+
+    sent = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call("f", "call_a"), call("g", "functions.x:7")]},
+        result("functions.x:7"),
+        result("call_a"),
+        {"role": "assistant", "content": None, "tool_calls": [call("f", "call_a")]},
+        result("call_a"),
+        result("of another conversation"),
+    ]
+    shown = render(templates.STYLES["kimi"], check_messages(sent))
+    assert re.findall(r"<\|tool_call_begin\|>(.+?)<", shown) == ["functions.f:0", "functions.g:1", "functions.f:2"]
+    assert re.findall("## Return of (.+)", shown) == [
+        "functions.g:1", "functions.f:0", "functions.f:2", "of another conversation",
+    ]  # fmt: skip
+    assert sent[1]["tool_calls"][0]["id"] == "call_a", "the client's messages stay as they are"
 
 
 def test_a_content_of_several_parts_is_one_part_to_a_template_that_reads_parts() -> None:
@@ -360,6 +392,7 @@ def test_the_format_of_calls_is_read_off_each_style() -> None:
         "qwen3_coder": "qwen3_coder",
         "glm45": "glm45",
         "deepseek": "deepseek_v3",
+        "kimi": "kimi_k2",
         "phi4": "phi4_mini",
         "granite": "granite",
         "pythonic": "pythonic",

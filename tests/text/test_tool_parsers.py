@@ -23,6 +23,7 @@ W, S = '{"city": "Paris"}', '{"a": [1, {"b": "}\\"{"}], "c": "né 🎉"}'
 STRINGS = {"weather": ["city"], "write": ["text"]}  # by function: the parameters that are strings
 SUM = '{"a": [1, {"b": "x"}], "ok": true, "n": null}'
 DS = "<｜tool▁call▁begin｜>"
+KIMI, KIMI_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
 
 # format, output, content, calls
 GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
@@ -138,6 +139,25 @@ GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("deepseek_v31", f"{DS}no name here{W}<｜tool▁call▁end｜>", f"{DS}no name here{W}", []),
     ("deepseek_v31", "a <｜tool", "a <｜tool", []),
     (
+        "kimi_k2",
+        f"Let me see. \n<|tool_calls_section_begin|>{KIMI}functions.weather:0{KIMI_ARGUMENTS}{W}<|tool_call_end|>"
+        f"{KIMI}functions.sum:1{KIMI_ARGUMENTS}{S}<|tool_call_end|><|tool_calls_section_end|>\nThere you go.",
+        "Let me see.There you go.",
+        [("weather", W), ("sum", S)],
+    ),
+    (
+        "kimi_k2",  # with the line breaks that its guidance allows, a number beyond 9 and a name with dots
+        f"<|tool_calls_section_begin|>\n{KIMI}\nfunctions.my.tool:12\n{KIMI_ARGUMENTS}\n{W}\n<|tool_call_end|>\n"
+        "<|tool_calls_section_end|>",
+        "",
+        [("my.tool", W)],
+    ),
+    ("kimi_k2", f"{KIMI}weather{KIMI_ARGUMENTS}{W}<|tool_call_end|>", "", [("weather", W)]),
+    ("kimi_k2", f"{KIMI}functions.now:0{KIMI_ARGUMENTS}<|tool_call_end|>", "", [("now", "{}")]),
+    ("kimi_k2", f"{KIMI}functions.f:0{KIMI_ARGUMENTS}{W}", "", [("f", W)]),  # the end was cut
+    ("kimi_k2", f"{KIMI}no name here{W}<|tool_call_end|>", f"{KIMI}no name here{W}", []),
+    ("kimi_k2", "a <|tool_call", "a <|tool_call", []),
+    (
         "phi4_mini",
         f'Yes. <|tool_call|>[{{"name": "weather", "arguments": {W}}}, {{"name": "sum", "arguments": {S}}}]'
         "<|/tool_call|>",
@@ -228,7 +248,8 @@ def test_arguments_with_half_of_a_surrogate_pair_stay_escaped() -> None:
 @pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if "{arguments}" in form.call])
 def test_arguments_leave_while_they_are_written(name: str) -> None:
     form = FORMATS[name]
-    call = form.call.replace("{name}", '"f"').replace("{bare_name}", "f").replace("{arguments}", S)
+    call = form.call.replace("{name}", '"f"').replace("{bare_name}", "f").replace("{number}", "0")
+    call = call.replace("{arguments}", S)
     _, parts = read(MessageReader(None, form.make_parser(STRINGS)), list(form.before + call + form.after))
     deltas = [part for part in parts if isinstance(part, CallDelta)]
     assert deltas[0].name == "f"
@@ -299,6 +320,8 @@ FRAGMENTS = {
             "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "deepseek": ("<｜tool▁calls▁begin｜>", DS, "function", "<｜tool▁sep｜>", "\n```json\n", "\n```",
                  "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    "kimi": ("<|tool_calls_section_begin|>", KIMI, "functions.f:0", KIMI_ARGUMENTS, "<|tool_call_end|>",
+             "<|tool_calls_section_end|>"),
     "marks": ("<|tool_call|>", "<|/tool_call|>", "functools[", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "; "),
     "python": ("[", "f(", "x=", "'", ")", "]", "<|python_start|>", "<|python_end|>", "g(y=1)"),
     "harmony": ("<|start|>", "assistant", "<|channel|>", "analysis", "final", " to=functions.f", "<|message|>",
@@ -373,6 +396,7 @@ def test_the_marks_of_reasoning_are_those_of_the_template(mode: str, template: s
         ("{{ '<tool_call>' + name + '<arg_key>' }}", "glm45"),
         ("{{ '<｜tool▁sep｜>' + name + '```json' }}", "deepseek_v3"),
         ("{{ name + '<｜tool▁sep｜>' }}", "deepseek_v31"),
+        ("<|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>", "kimi_k2"),
         ("{{ '<|tool|>' + tools + '<|/tool|>' }}", "phi4_mini"),
         ("{{ '<|start_of_role|>' + '<|tool_call|>' }}", "granite"),
         ("Write [func_name1(params_name1=params_value1)]", "pythonic"),

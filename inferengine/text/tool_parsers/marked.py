@@ -1,28 +1,59 @@
-"""DeepSeek: calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`. One call is, of V3 and R1,
+"""Calls between special tokens: around all of them, around each, and before its arguments.
+
+DeepSeek, between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`. One call is, of V3 and R1,
 `<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\\n```json\\n{...}\\n```<｜tool▁call▁end｜>`, and since V3.1
-`<｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`."""
+`<｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.
+
+Kimi K2 (docs/tool_call_guidance.md of its repository), between `<|tool_calls_section_begin|>` and
+`<|tool_calls_section_end|>`: `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`. 0 is
+the number of the call.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from inferengine.text.tool_parsers.base import CallDelta, Content, JsonValue, Part, Prose, split_at_mark
 
-CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-MARKS = (CALLS, CALLS_END, CALL, SEPARATOR, CALL_END)
+
+class Marks(NamedTuple):
+    """The special tokens of one format. `has_ids`: what is before a call's arguments is an id, which has the name."""
+
+    calls: str
+    calls_end: str
+    call: str
+    separator: str
+    call_end: str
+    has_ids: bool = False
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All of them."""
+        return self.calls, self.calls_end, self.call, self.separator, self.call_end
+
+
+DEEPSEEK = Marks(
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+)
+KIMI = Marks(
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>", has_ids=True,
+)  # fmt: skip
 _NAME = re.compile(r"[^\s<>{}\"']{1,128}")
+_ID = re.compile(r"(?:functions\.)?(.+?)(?::[0-9]+)?")
 
 
-class DeepSeekParser:
+class MarkedParser:
     """Text outside of calls is content. A call without a name is shown as it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
         self._prose = Prose()
         self._state = "text"
         self._held = ""
         self._raw: list[str] = []  # of a call whose arguments have not begun
-        self._head: list[str] = []  # before the separator: a name, or the word function
+        self._head: list[str] = []  # before the separator: a name, an id, or the word function
         self._before: list[str] = []  # between the separator and the arguments
         self._value = JsonValue()
         self._num_calls = 0
@@ -32,7 +63,7 @@ class DeepSeekParser:
         parts: list[Part] = []
         self._held += text
         while True:
-            before, mark, self._held = split_at_mark(self._held, MARKS)
+            before, mark, self._held = split_at_mark(self._held, self._marks.texts)
             self._take(before, parts)
             if mark is None:
                 break
@@ -83,30 +114,35 @@ class DeepSeekParser:
             parts.append(CallDelta(self._num_calls, None, text))
 
     def _pass(self, mark: str, parts: list[Part]) -> None:
-        if self._state == "arguments" and mark in (CALLS, CALL, SEPARATOR):
+        marks = self._marks
+        if self._state == "arguments" and mark in (marks.calls, marks.call, marks.separator):
             self._read_arguments(mark, parts)  # of a string among the arguments
-        elif self._state == "head" and mark == SEPARATOR:
+        elif self._state == "head" and mark == marks.separator:
             self._raw.append(mark)
             self._state, self._before = "before", []
-        elif self._state in ("head", "before") and mark != SEPARATOR:
+        elif self._state in ("head", "before") and mark != marks.separator:
             self._end(parts)
             self._prose.end_call()
             self._state = "text"
-        elif self._state in ("arguments", "over") and mark in (CALL_END, CALLS_END, CALLS):
+        elif self._state in ("arguments", "over") and mark in (marks.call_end, marks.calls_end, marks.calls):
             self._num_calls += 1
             self._state = "text"
             self._prose.end_call()
-        if mark == CALL and self._state in ("text", "over"):
+        if mark == marks.call and self._state in ("text", "over"):
             self._num_calls += self._state == "over"
             self._prose.begin_call()
             self._state, self._raw, self._head = "head", [mark], []
-        elif mark == CALLS and self._state == "text":
+        elif mark == marks.calls and self._state == "text":
             self._prose.begin_call()
 
     def _name(self) -> str | None:
         """The name: before the code fence, else before the separator."""
-        written = "".join(self._before).strip().removesuffix("json").removesuffix("```").strip()
-        name = written or "".join(self._head).strip()
+        head = "".join(self._head).strip()
+        if self._marks.has_ids:
+            found = _ID.fullmatch(head)
+            name = "" if found is None else found[1]
+        else:
+            name = "".join(self._before).strip().removesuffix("json").removesuffix("```").strip() or head
         return name if _NAME.fullmatch(name) else None
 
     def _end(self, parts: list[Part]) -> None:
