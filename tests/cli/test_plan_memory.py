@@ -25,6 +25,7 @@ from inferengine.executor.memory.plan import (
 )
 from inferengine.executor.settings import executor_settings
 from inferengine.models import registry
+from tests.models.published import PUBLISHED_V2_LITE
 
 
 @pytest.fixture
@@ -47,6 +48,37 @@ def test_an_8b_model_on_an_80_gib_card(llama: Path, capsys: pytest.CaptureFixtur
     assert kv_tokens == pytest.approx(figure(output, "KV cache") * 2**30 / (128 * 1024), rel=1e-3)
     at_8k = next(line.split() for line in output.splitlines() if line.strip().startswith("8,192 "))
     assert int(at_8k[1]) == kv_tokens // 8192
+
+
+def test_the_cache_is_as_large_as_the_blocks_that_are_asked_for(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan-memory", str(llama), "--memory", "80", "--cache.num_blocks", "1000", "--cache.block_size", "32"]
+    assert main(asked) == ExitCode.OK
+    output = capsys.readouterr().out
+    assert figure(output, "tokens in the KV cache") == 32_000
+    assert figure(output, "KV cache") == pytest.approx(32_000 * 128 / 2**20, abs=0.01)
+    assert figure(output, "without cache.num_blocks") > 40
+    assert main([*asked, "--json"]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["bytes"]["kv_cache"] == 32_000 * 128 * 1024
+
+
+def test_the_blocks_that_are_asked_for_are_a_draft_models_too(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = ["--speculation.method", "draft", "--speculation.draft_model", str(llama)]
+    sizes = []
+    for more in ([], draft):
+        assert main(["plan-memory", str(llama), "--memory", "80", "--cache.num_blocks", "1000", "--json", *more]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["bytes"]["kv_cache"])
+    assert sizes[1] == 2 * sizes[0] > 0
+
+
+def test_deepseek_v2_lite_holds_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """15.7 billion weights; 576 numbers of a token in each of 27 layers."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_V2_LITE))
+    assert main(["plan-memory", str(tmp_path), "--memory", "80"]) == ExitCode.OK
+    output = capsys.readouterr().out
+    assert figure(output, "weights") == pytest.approx(15_706_484_224 * 2 / 2**30, abs=0.01)
+    assert figure(output, "KV per token") == pytest.approx(27 * 576 * 2 / 1024, abs=0.05)
 
 
 def test_each_of_two_cards_holds_half_of_the_model_and_of_the_cache(

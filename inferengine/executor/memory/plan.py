@@ -80,6 +80,7 @@ class MemoryPlan(NamedTuple):
     groups: list[KVGroup]
     cache: CacheSettings
     prompt_shapes: list[MixedShape]  # of the steps with prompts to capture; none for a CPU
+    bytes_of_blocks: int = 0  # of the blocks that cache.num_blocks asks for, a draft model's among them
 
     def sequences(self, num_tokens: int) -> int:
         """Return how many sequences of this length the KV cache holds at once."""
@@ -241,9 +242,19 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
         groups = plan_groups(config, cache, kv_dtype, own) if own > 0 or cache.num_blocks else []
     except ConfigError:  # not even one sequence
         groups = []
+    asked = 0
+    if cache.num_blocks:
+        configs = [config] if draft is None else [config, draft]
+        per_token = sum(
+            each.kv_bytes_per_token(group, kv_dtype.itemsize)
+            for each in configs
+            for group in range(len(each.group_windows))
+        )
+        asked = cache.num_blocks * cache.block_size * per_token
     return MemoryPlan(
-        weights, draft_weights, activations, slots, graphs, context, full, window_bytes, budget, groups, cache, shapes
-    )
+        weights, draft_weights, activations, slots, graphs, context, full, window_bytes, budget, groups, cache, shapes,
+        asked,
+    )  # fmt: skip
 
 
 def heaviest(settings: ExecutorSettings) -> Shard:
@@ -443,9 +454,11 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         ("slots of running requests", plan.slots),
         ("captured graphs", plan.graphs),
         ("device context", plan.context),
-        ("KV cache", plan.kv_budget),
+        ("KV cache", plan.bytes_of_blocks or plan.kv_budget),
     ]
     lines = [f"  {name:<34}{size / GIB:>9.2f} GiB" for name, size in rows]
+    if plan.bytes_of_blocks:
+        lines.append(f"  {'  without cache.num_blocks':<34}{plan.kv_budget / GIB:>9.2f} GiB")
     if plan.kv_bytes_per_token:
         lines.append(f"  {'KV per token':<34}{plan.kv_bytes_per_token / 1024:>9.1f} KiB")
     if plan.window_bytes_per_sequence:
@@ -469,7 +482,7 @@ def plan_figures(plan: MemoryPlan) -> dict[str, Any]:
     }
     return {
         "fits": bool(plan.groups),
-        "bytes": sizes,
+        "bytes": {**sizes, "kv_cache": plan.bytes_of_blocks or plan.kv_budget},
         "kv_bytes_per_token": plan.kv_bytes_per_token,
         "window_bytes_per_sequence": plan.window_bytes_per_sequence,
         "kv_tokens": plan.num_kv_tokens if plan.groups else 0,
