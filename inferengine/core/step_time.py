@@ -7,7 +7,8 @@ Roofline (Williams, Waterman, Patterson, 2009) adds up how close steps come to t
 Bytes are the weights once, the head's only where something is drawn, and the keys and values that the step's tokens
 look back to, once for each row; of a mixture's experts, those that as many tokens choose on average where all experts
 are chosen equally often. Operations are two for each weight and token, and four for each pair of query and key,
-head and dimension. To that, ranks that share a model add the time in which their sums pass the link between them: a
+head and dimension; of latents (DeepSeek-V2, 2024), as they are or with the keys and values made of them, whichever is
+less. To that, ranks that share a model add the time in which their sums pass the link between them: a
 sum waits for the product before it, and the product after it for the sum. Launches, norms, sampling and the time of the
 host do not count. A prefix that several rows share is counted for each of them, and a draft model is not counted. The
 time taken is from when the device could begin (the launch, or the result before) until the result is there. The peaks
@@ -55,6 +56,8 @@ class AttentionGroup(NamedTuple):
     kv_bytes_per_token: float
     operations_per_pair: float  # of one query with one key
     window: int | None = None
+    made_pair_operations: float = 0.0  # of latents: as above, once keys and values were made of them;
+    operations_per_made_key: float = 0.0  # and of making those of one token
 
 
 class ModelWork(NamedTuple):
@@ -129,24 +132,28 @@ class Roofline:
         if work.expert_bytes:
             size += work.expert_bytes * (1.0 - (1.0 - work.chosen_share) ** plan.num_tokens)
         operations = plan.num_tokens * work.operations_per_token + draws * work.operations_per_draw
-        for kv_bytes, pair_operations, window in work.groups:
+        for kv_bytes, pair_operations, window, made_pair_operations, made_key_operations in work.groups:
             keys = decode_keys(starts, decodes, window)
             if decodes == num_rows:
                 size += keys * kv_bytes
                 operations += keys * pair_operations
                 continue
-            pairs = float(keys)
+            pairs, saved = float(keys), 0.0
             for row in range(decodes, num_rows):
                 start, count = starts[row], counts[row]
                 if window is None or start + count <= window:
+                    own_pairs = count * (start + 0.5 * (count + 1))
                     keys += start + count
-                    pairs += count * (start + 0.5 * (count + 1))
+                    pairs += own_pairs
+                    if made_key_operations:
+                        fewer = own_pairs * (pair_operations - made_pair_operations)
+                        saved += max(0.0, fewer - start * made_key_operations)
                 else:
                     keys += start + count - max(0, start - window + 1)
                     inside = max(0, window - start)  # tokens of the chunk that still see the beginning
                     pairs += inside * (start + 0.5 * (inside + 1)) + (count - inside) * window
             size += keys * kv_bytes
-            operations += pairs * pair_operations
+            operations += pairs * pair_operations - saved
         return StepWork(size, operations)
 
     def to_map(self) -> dict[str, Any]:

@@ -32,6 +32,7 @@ ceilings (`analytic`) where nothing has been measured yet.
 from __future__ import annotations
 
 import json
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,7 @@ from inferengine.core.executor import Capacity, KVGroup, StepPlan
 from inferengine.errors import ConfigError
 
 COSTS_FOLDER = Path(__file__).parent / "costs"
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # of config.json: one of them
 
 
 class StepShape(NamedTuple):
@@ -378,6 +380,26 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in COSTS_FOLDER.glob("*.json"))
 
 
+class ExpertShape(NamedTuple):
+    """A mixture of experts in `num_layers` of the layers. `shared_size`: the width of a block that all tokens take."""
+
+    num_layers: int
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    shared_size: int = 0
+
+
+class LatentShape(NamedTuple):
+    """Latent attention (DeepSeek): the cache holds a latent of `rank` numbers, and a rotated key, for all heads."""
+
+    rank: int
+    rotary_dim: int
+    plain_dim: int
+    value_dim: int
+    query_rank: int | None
+
+
 class ModelShape(NamedTuple):
     """The parts of a decoder's configuration that decide its cost."""
 
@@ -389,13 +411,64 @@ class ModelShape(NamedTuple):
     intermediate_size: int
     vocab_size: int
     tied_embeddings: bool = False
+    experts: ExpertShape | None = None
+    latent: LatentShape | None = None
 
     @property
     def num_matmul_weights(self) -> int:
-        """Weights that every token is multiplied with (the input embedding is looked up, not multiplied)."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * layer + self.hidden_size * self.vocab_size
+        """Return the number of weights that a token is multiplied with: of experts those that it chooses (the input
+        embedding is looked up, not multiplied)."""
+        chosen = 0 if self.experts is None else self.experts.num_chosen
+        return self._num_common_weights + chosen * self._weights_per_expert
+
+    def num_read_weights(self, num_tokens: float) -> float:
+        """Return how many of these weights a step reads: of experts those that as many tokens choose on average, where
+        all are chosen equally often."""
+        if self.experts is None:
+            return self._num_common_weights
+        missed: float = (1.0 - self.experts.num_chosen / self.experts.num_experts) ** num_tokens
+        return self._num_common_weights + (1.0 - missed) * self.experts.num_experts * self._weights_per_expert
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        """Return how many numbers the cache holds of a token, in all layers."""
+        if self.latent is not None:
+            return self.num_layers * (self.latent.rank + self.latent.rotary_dim)
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @property
+    def operations_per_pair(self) -> int:
+        """Return the operations of attention between one query and one key, in all layers; of latents as they are."""
+        width = 2 * self.head_dim if self.latent is None else 2 * self.latent.rank + self.latent.rotary_dim
+        return 2 * self.num_layers * self.num_heads * width
+
+    @property
+    def _num_common_weights(self) -> int:
+        """Weights that all tokens are multiplied with."""
+        sparse = 0 if self.experts is None else self.experts.num_layers
+        blocks = (self.num_layers - sparse) * 3 * self.intermediate_size
+        if self.experts is not None:
+            blocks += sparse * (3 * self.experts.shared_size + self.experts.num_experts)  # and the router
+        return self.num_layers * self._attention_weights + self.hidden_size * (blocks + self.vocab_size)
+
+    @property
+    def _weights_per_expert(self) -> int:
+        """Of all layers together; 0 without experts."""
+        return (
+            0
+            if self.experts is None
+            else self.experts.num_layers * 3 * self.hidden_size * self.experts.intermediate_size
+        )
+
+    @property
+    def _attention_weights(self) -> int:
+        if self.latent is None:
+            return self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        rank, rotary_dim, plain_dim, value_dim, query_rank = self.latent
+        queries = self.num_heads * (plain_dim + rotary_dim)
+        made = queries * self.hidden_size if query_rank is None else query_rank * (self.hidden_size + queries)
+        made += self.hidden_size * (rank + rotary_dim) + rank * self.num_heads * (plain_dim + value_dim)
+        return made + self.num_heads * value_dim * self.hidden_size
 
 
 class DeviceCeilings(NamedTuple):
@@ -408,7 +481,8 @@ class DeviceCeilings(NamedTuple):
 
 
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
-    """Read the shape from the config.json of a Llama-like decoder. Raises ConfigError naming a missing key."""
+    """Read the shape from the config.json of a decoder built like Llama, with experts or not, or like DeepSeek-V2.
+    Raises ConfigError naming a missing key."""
     try:
         heads = config["num_attention_heads"]
         return ModelShape(
@@ -416,13 +490,42 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
             hidden_size=config["hidden_size"],
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads", heads),
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,  # of latents: means nothing
             intermediate_size=config["intermediate_size"],
             vocab_size=config["vocab_size"],
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            experts=_experts_of(config),
+            latent=_latent_of(config),
         )
     except KeyError as error:
         raise ConfigError("config.json", f"has no {error.args[0]}") from None
+
+
+def _experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
+    number = next((config[key] for key in EXPERT_KEYS if config.get(key)), None)
+    if number is None:
+        return None
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    first, every = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
+    return ExpertShape(
+        num_layers=sum(layer >= first and layer % every == 0 for layer in range(config["num_hidden_layers"])),
+        num_experts=number,
+        num_chosen=config["num_experts_per_tok"],
+        intermediate_size=width,
+        shared_size=width * (config.get("n_shared_experts") or 0) or config.get("shared_expert_intermediate_size", 0),
+    )
+
+
+def _latent_of(config: Mapping[str, Any]) -> LatentShape | None:
+    if config.get("kv_lora_rank") is None:
+        return None
+    return LatentShape(
+        config["kv_lora_rank"],
+        config["qk_rope_head_dim"],
+        config["qk_nope_head_dim"],
+        config["v_head_dim"],
+        config.get("q_lora_rank"),
+    )
 
 
 def analytic(
@@ -430,17 +533,20 @@ def analytic(
 ) -> CostModel:
     """Return a cost model from first principles, the roofline (Williams, Waterman and Patterson, 2009).
 
-    A step takes the time to read the weights or to multiply with them, whichever is longer, to read the KV, and to
-    compute the attention.
+    A step takes the time to read the weights, of experts those that its tokens choose, or to multiply with them,
+    whichever is longer, to read the KV, and to compute the attention.
     """
-    weights_s = shape.num_matmul_weights * weight_bytes / device.memory_bytes_per_s
     token_s = 2.0 * shape.num_matmul_weights / device.flops_per_s
-    kv_token_bytes = 2.0 * shape.num_layers * shape.num_kv_heads * shape.head_dim * kv_bytes
-    return linear_cost(
-        device.step_s,
-        token_s,
-        knee=weights_s / token_s,
-        row_s=device.row_s,
-        kv_token_s=kv_token_bytes / device.memory_bytes_per_s,
-        pair_s=4.0 * shape.num_layers * shape.num_heads * shape.head_dim / device.flops_per_s,
-    )
+
+    def seconds(num_tokens: float) -> float:
+        read_s = shape.num_read_weights(num_tokens) * weight_bytes / device.memory_bytes_per_s
+        return device.step_s + max(read_s, num_tokens * token_s)
+
+    # Between the first points experts join; at the last two products take longer than all weights take to be read.
+    knee = shape.num_read_weights(math.inf) * weight_bytes / device.memory_bytes_per_s / token_s
+    places = [2.0**power for power in range(20) if 2.0**power < knee] if shape.experts is not None else []
+    curve = tuple((place, seconds(place)) for place in [*places, knee, knee + 1.0])
+    kv_token_s = shape.kv_numbers_per_token * kv_bytes / device.memory_bytes_per_s
+    pair_s = shape.operations_per_pair / device.flops_per_s
+    kind = KindCost(curve, device.row_s, ((1.0, kv_token_s),), pair_s)
+    return CostModel(kind, kind)

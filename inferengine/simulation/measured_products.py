@@ -12,12 +12,14 @@ Reading KV scales with its bytes, and the attention of prompts with layers, head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from inferengine.errors import ConfigError
 from inferengine.simulation.cost_model import (
+    EXPERT_KEYS,
     Curve,
     DeviceProfile,
     Exchange,
@@ -119,17 +121,17 @@ def tuned_profile(name: str, shape: ModelShape, products: Products, max_model_le
 
 def _kv_bytes(shape: ModelShape) -> int:
     """Return the bytes of one token's keys and values."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * BYTES
+    return shape.kv_numbers_per_token * BYTES
 
 
 def _pair_flops(shape: ModelShape) -> int:
     """Return a number in proportion to the operations of the attention between one query and one key."""
-    return shape.num_layers * shape.num_heads * shape.head_dim
+    return shape.operations_per_pair
 
 
 def _weight_bytes(shape: ModelShape) -> int:
     embedding = 0 if shape.tied_embeddings else shape.hidden_size * shape.vocab_size
-    return BYTES * (shape.num_matmul_weights + embedding)
+    return BYTES * (int(shape.num_read_weights(math.inf)) + embedding)
 
 
 def _num_blocks(shape: ModelShape, known: DeviceProfile) -> int:
@@ -145,7 +147,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     """Raise ConfigError for a model whose products the tables do not hold."""
     if config.get("quantization_config"):
         raise ConfigError("config.json", "the checkpoint is quantized; the tables used here are of 16 bits")
-    if any(key in config for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if any(key in config for key in EXPERT_KEYS):
         raise ConfigError("config.json", "the model is a mixture of experts, whose products are not in the tables")
 
 

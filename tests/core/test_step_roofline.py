@@ -41,6 +41,21 @@ def make_work(window: int | None = None, **changes: float) -> ModelWork:
     return ModelWork(**{**sizes, **changes}, groups=(AttentionGroup(2.0, 5.0, window),))
 
 
+def test_prompts_of_latents_count_keys_and_values_where_these_are_less() -> None:
+    """A pair takes 5 with latents and 2 with keys and values, which take 9 of each token before the chunk: 10 new
+    tokens are worth making those of 4 before, 2 not those of 90."""
+    plain = Roofline(make_work(), ONE_OPERATION_A_SECOND)
+    latents = Roofline(make_work()._replace(groups=(AttentionGroup(2.0, 5.0, None, 2.0, 9.0),)), ONE_OPERATION_A_SECOND)
+
+    def saved(plan: StepPlan) -> float:
+        return plain.work_of(plan).operations - latents.work_of(plan).operations
+
+    assert saved(make_plan([7, 200])) == 0, "decodes are computed on latents"
+    assert saved(make_plan([], [(0, 10)])) == 55 * 3
+    assert saved(make_plan([7], [(4, 10), (0, 3)])) == 95 * 3 - 4 * 9 + 6 * 3
+    assert saved(make_plan([], [(90, 2)])) == 0
+
+
 def test_the_totals_are_of_all_steps_and_count_quantized_products_in_full() -> None:
     work = make_work(product_speed=2.0)
     roofline = Roofline(work, ONE_BYTE_A_SECOND)

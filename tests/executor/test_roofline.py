@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 from benchmarks.shapes import LLAMA_3_1_8B, QWEN3_30B_A3B
 from inferengine.config import load
 from inferengine.core.step_time import AttentionGroup, DevicePeaks, Roofline
-from inferengine.executor.memory.plan import weight_bytes
+from inferengine.executor.memory.plan import weight_bytes, weight_sizes
 from inferengine.executor.tools import device_peaks
 from inferengine.executor.tools.roofline import model_work, sent_bytes_per_token
 from inferengine.executor.torch_executor import build_executor
 from inferengine.models import registry
 from tests.core.test_step_roofline import make_plan
+from tests.models.published import PUBLISHED_V3
 
 LLAMA_WEIGHTS = 8_030_261_248
 H200 = DevicePeaks(4.8e12, 989e12, "test")
@@ -51,6 +52,23 @@ def test_sixteen_long_prompts_are_arithmetic(tmp_path: Path) -> None:
     least_s = llama_on_h200(tmp_path).least_s(make_plan([], [(0, 4096), (0, 4096)]))
     operations = 8192 * 2 * 6.98e9 + 2 * 4096 * 4097 / 2 * 4 * 32 * 32 * 128
     assert least_s == pytest.approx(operations / 989e12, rel=2e-3)
+
+
+def test_deepseek_v3_reads_its_chosen_experts_and_576_numbers_of_a_token(tmp_path: Path) -> None:
+    """Of 671 billion weights a token passes 37.6, those of the embedding among them (DeepSeek-V3, 2024)."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_V3))
+    config, _ = registry.read_model_config(tmp_path)
+    sizes, embedding = weight_sizes(config, PUBLISHED_V3, torch.bfloat16), 129280 * 7168
+    passed = sizes.whole / 2 - 2 * embedding - sizes.experts / 2
+    assert sizes.whole == pytest.approx(2 * 671e9, rel=1e-3)
+    assert passed + sizes.experts / 2 * 8 / 256 + 2 * embedding == pytest.approx(37.6e9, rel=2e-3)
+    work = model_work(
+        config, weight_bytes=sizes.whole, num_layer_weights=int(passed), item_bytes=2, head_item_bytes=2,
+        kv_item_bytes=2, expert_bytes=sizes.experts,
+    )  # fmt: skip
+    assert work.operations_per_token == pytest.approx(2 * (37.6e9 - 2 * embedding), rel=2e-3)
+    pair, made, key = (2 * 61 * 128 * each for each in (512 + 64 + 512, 128 + 64 + 128, 512 * (128 + 128)))
+    assert work.groups == (AttentionGroup(61 * 576 * 2, pair, None, made, key),)
 
 
 def test_products_in_8_bit_count_for_half(tmp_path: Path) -> None:

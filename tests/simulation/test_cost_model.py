@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from inferengine.simulation.cost_model import (
     shape_of,
 )
 from inferengine.simulation.fitting import fit, nonnegative_least_squares
+from tests.models.published import PUBLISHED_V2_LITE, PUBLISHED_V3, PUBLISHED_V25
 
 KV_TOKEN_S = ((1.0, 6e-8), (16.0, 4e-8), (128.0, 3e-8))
 TRUTH = CostModel(
@@ -211,6 +214,32 @@ def test_the_roofline_of_an_8b_on_an_h200() -> None:
     assert cost.seconds(StepShape(1, 1, 1, 128, 0.0)) == pytest.approx(3.38e-3, rel=0.02)
     prompt = cost.seconds(StepShape(8192, 1, 0, 0, 8192 * 8193 / 2))
     assert 8192 / prompt == pytest.approx(43_000, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("published", "passed", "whole"),
+    [(PUBLISHED_V2_LITE, 2.66e9, 15.7e9), (PUBLISHED_V25, 21.4e9, 235.7e9), (PUBLISHED_V3, 37.6e9, 671e9)],
+    ids=["V2-Lite", "V2.5", "V3"],
+)
+def test_the_weights_and_the_cache_of_deepseek(published: dict[str, Any], passed: float, whole: float) -> None:
+    """Passed by a token, and all: as published, with the embedding, which is looked up."""
+    shape = shape_from_config(published)
+    embedding = published["vocab_size"] * published["hidden_size"]
+    assert shape.num_matmul_weights + embedding == pytest.approx(passed, rel=2e-3)
+    assert shape.num_read_weights(1) == pytest.approx(shape.num_matmul_weights)
+    assert shape.num_read_weights(math.inf) + embedding == pytest.approx(whole, rel=2e-3)
+    assert shape.kv_numbers_per_token == published["num_hidden_layers"] * 576
+
+
+def test_a_mixture_reads_more_experts_the_more_tokens_choose() -> None:
+    """V2-Lite: one token passes 6 of 64 experts, 32 tokens 61 of them; a prompt multiplies with 6 of each token."""
+    device = DeviceCeilings(4.45e12, 696e12, step_s=0.0)
+    shape, cost = shape_from_config(PUBLISHED_V2_LITE), analytic(shape_from_config(PUBLISHED_V2_LITE), device)
+    experts = 26 * 64 * 3 * 2048 * 1408
+    common = shape.num_matmul_weights - experts * 6 / 64
+    assert cost.decodes.at(1) == pytest.approx(2 * (common + experts * 6 / 64) / 4.45e12)
+    assert cost.decodes.at(32) == pytest.approx(2 * (common + experts * (1 - (58 / 64) ** 32)) / 4.45e12)
+    assert cost.decodes.at(8192) == pytest.approx(8192 * 2 * shape.num_matmul_weights / 696e12)
 
 
 def test_a_config_without_a_shape_is_refused_by_the_missing_key() -> None:
