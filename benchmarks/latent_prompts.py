@@ -1,6 +1,6 @@
 """Prompts of latent attention (DeepSeek) on one thread of a CPU: this engine and transformers' modules.
 
-python -m benchmarks.latent_prompts --out benchmarks/results/latent-prompts-cpu.json
+python -m benchmarks.latent_prompts --out benchmarks/results/latent-prompts-cpu2.json
 
 A model of random weights with the attention of DeepSeek-V2-Lite (16 heads, latents of 512), two dense layers and a
 hidden size of 512. Each prompt is computed in one step; with --chunk in several, behind what is cached of it. Seconds
