@@ -130,14 +130,14 @@ class Child:
                 notifications.append(parse_notification(datagram))
         for notification in notifications:
             self.ready = self.ready or notification.ready
-            if notification.alive:
+            if notification.alive or notification.ready:  # as for systemd: it may freeze before its first WATCHDOG=1
                 self.last_sign_at = now
             if notification.gives_up:
                 self.gone_by = now + LEAVE_S
         return notifications
 
     def watchdog_expires_at(self) -> float | None:
-        """Return when this child will count as frozen without a further sign of life; None before its first sign."""
+        """Return when this child will count as frozen without a further sign of life; None before it is ready."""
         if self.gone_by is not None:
             return self.gone_by
         if not self.spec.watchdog_s or not self.ready or self.last_sign_at is None:
