@@ -284,7 +284,8 @@ def test_a_full_storage_is_reported_and_loses_nothing(page: Page) -> None:
 @pytest.mark.timeout(200)
 def test_an_answer_goes_on_after_the_front_end_and_the_engine_were_killed(tmp_path: Path) -> None:
     """In a browser of its own, whose console may tell of lost connections."""
-    service, firefox = Service(tmp_path), Firefox(*programs())
+    firefox = Firefox(*programs())
+    service = Service(tmp_path)
     try:
         service.wait_ready()
         page = firefox.new_page(context=True)

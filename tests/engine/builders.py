@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import secrets
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from unittest.mock import patch
 import zmq
 
 from inferengine.config import Config
-from inferengine.core.executor import Capacity, Executor
+from inferengine.core.executor import Capacity, Executor, StepPlan
 from inferengine.engine.loop import RelayLoop
 from inferengine.engine.model_info import ModelCard, pooling_of
 from inferengine.engine.service import EngineService
@@ -31,6 +33,7 @@ from inferengine.wire.messages import (
     Hello,
     Message,
     Ping,
+    Pong,
     Reject,
     Step,
     Submit,
@@ -41,6 +44,7 @@ from tests.text.vocabularies import byte_level
 VOCAB_SIZE = 302  # of byte_level() with its added tokens
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 _numbers = itertools.count()
+_nonces = itertools.count(1000)
 
 
 def make_card(name: str = "simulated", pooling: str = "last") -> ModelCard:
@@ -52,6 +56,43 @@ def make_card(name: str = "simulated", pooling: str = "last") -> ModelCard:
 def small_capacity(**sizes: int) -> Capacity:
     capacity = make_capacity(**{"num_blocks": 512, "max_num_seqs": 16, "max_model_len": 1024, **sizes})
     return capacity._replace(vocab_size=VOCAB_SIZE, max_num_batched_tokens=512)
+
+
+class HeldExecutor(SimulatedExecutor):
+    """A device whose steps end when the test lets them: what it looks at does not end meanwhile, however slow it is."""
+
+    def __init__(self, capacity: Capacity | None = None) -> None:
+        super().__init__(capacity or small_capacity())
+        self._num_steps = 0.0
+        self._changed = threading.Condition()
+
+    def let(self, num_steps: float = math.inf) -> None:
+        """Let so many more steps end."""
+        with self._changed:
+            self._num_steps += num_steps
+            self._changed.notify()
+
+    def execute(self, plan: StepPlan):  # type: ignore[no-untyped-def]
+        future = super().execute(plan)
+        result = future.result
+        future.result = lambda: (self._wait(), result())[1]  # type: ignore[method-assign]
+        return future
+
+    def _wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_steps)
+            self._num_steps -= 1
+
+
+@contextmanager
+def run_held(capacity: Capacity | None = None, **sections: Any) -> Iterator[tuple[EngineService, HeldExecutor]]:
+    """As `run_service`, with a HeldExecutor."""
+    device = HeldExecutor(capacity)
+    with run_service(lambda: device, **sections) as service:
+        try:
+            yield service, device
+        finally:
+            device.let()
 
 
 @contextmanager
@@ -75,9 +116,14 @@ def run_service(
             wait_until(lambda: service.lifecycle.state == "READY" or service.wait(0.0) is not None)
             yield service
         finally:
-            with patch("inferengine.engine.service.FAREWELL_S", 0.0):  # most tests' clients do not answer GOODBYE
-                service.abort()
-                assert service.wait(60.0) is not None, "the engine did not end"
+            end(service)
+
+
+def end(service: EngineService) -> None:
+    """Abort the engine, which does not wait for clients: those of most tests neither acknowledge nor say BYE."""
+    with patch.multiple("inferengine.engine.service", DELIVERY_S=0.0, FAILED_DELIVERY_S=0.0, FAREWELL_S=0.0):
+        service.abort()
+        assert service.wait(60.0) is not None, "the engine did not end"
 
 
 def make_config(folder: str, **sections: Any) -> Config:
@@ -152,7 +198,7 @@ class RawClient:
             self.last_seq = message.seq
         return message
 
-    def expect(self, kind: type, timeout_s: float = 20.0) -> Any:
+    def expect(self, kind: type, timeout_s: float = 60.0) -> Any:
         """The next message of this kind; others that come before are put aside."""
         aside: list[Message] = []
         end = time.monotonic() + timeout_s
@@ -172,7 +218,7 @@ class RawClient:
         self.send(message)
         return message
 
-    def collect(self, streams: set[int], timeout_s: float = 20.0, credit: bool = True) -> Collected:
+    def collect(self, streams: set[int], timeout_s: float = 60.0, credit: bool = True) -> Collected:
         """Read until every one of `streams` has its terminal event."""
         collected = Collected()
         open_streams = set(streams)
@@ -188,6 +234,13 @@ class RawClient:
 
     def ping(self, nonce: int = 1) -> None:
         self.send(Ping(nonce))
+
+    def settle(self) -> None:
+        """Return when the engine has handled everything that was sent."""
+        nonce = next(_nonces)
+        self.ping(nonce)
+        while self.expect(Pong).nonce != nonce:
+            continue
 
     def close(self) -> None:
         self.context.destroy(linger=0)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from inferengine.engine.service import EngineService
-from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire.messages import Accept, Attach, Cancel, Ping, Pong, Step, StopFound
-from tests.engine.builders import check_idle, run_service, small_capacity, wait_until
+from tests.engine.builders import check_idle, run_held, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
 
 ID = bytes(range(16))
@@ -38,23 +37,27 @@ class TestCancel:
             check_idle(engine)
 
     def test_a_waiting_request_too(self, connect: Connect) -> None:
-        slow = SimulatedExecutor(small_capacity(max_num_seqs=1), step_s=0.02)
-        with run_service(lambda: slow) as engine:
+        with run_held(small_capacity(max_num_seqs=1)) as (engine, device):
             client = connect(engine)
             client.submit(1, max_tokens=20)
             client.submit(2, max_tokens=20)
             client.send(Cancel((2,)))
+            client.settle()
+            device.let()
             collected = client.collect({1, 2})
             assert collected.done[2][0].reason == "abort"
             assert collected.tokens.get(2, []) == []
             assert len(collected.tokens[1]) == 20
 
     def test_one_choice_alone(self, connect: Connect) -> None:
-        with run_service(step_s=0.005) as engine:
+        with run_held() as (engine, device):
             client = connect(engine)
             client.submit(1, max_tokens=40, params={"n": 2})
+            device.let(1)
             assert client.expect(Step).tokens
             client.send(Cancel((2,)))
+            client.settle()
+            device.let()
             collected = client.collect({1, 2})
             assert (collected.done[1][0].reason, collected.done[2][0].reason) == ("length", "abort")
 
@@ -69,13 +72,16 @@ class TestCancel:
         check_idle(engine)
 
     def test_who_leaves_ends_it_for_nobody_else(self, connect: Connect) -> None:
-        with run_service(step_s=0.01) as engine:
+        with run_held() as (engine, device):
             first, second = connect(engine), connect(engine)
             first.submit(1, id=ID, max_tokens=60, detached=True)
+            device.let(1)
             assert first.expect(Step).tokens
             second.send(Attach(ID, 5))
             assert second.expect(Accept).attached
             first.send(Cancel((1,), leave=True))
+            first.settle()
+            device.let()
             collected = second.collect({5})
             assert (collected.done[5][0].reason, len(collected.tokens[5])) == ("length", 60)
             check_idle(engine)
@@ -93,13 +99,14 @@ class TestCancel:
             check_idle(engine)
 
     def test_blocks_are_free_within_two_steps(self, connect: Connect) -> None:
-        with run_service(step_s=0.03) as engine:
+        with run_held() as (engine, device):
             client = connect(engine)
             client.submit(1, max_tokens=500)
+            device.let(1)
             client.expect(Step)
             core = engine.core
             assert core is not None
             client.send(Cancel((1,)))
-            steps_before = core.scheduler.stats.num_steps
+            client.settle()
+            device.let(2)
             wait_until(lambda: core.scheduler.kv.usage == 0.0)
-            assert core.scheduler.stats.num_steps - steps_before <= 2

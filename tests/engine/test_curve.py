@@ -18,7 +18,7 @@ from inferengine.errors import ConfigError, InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire.curve import ClientKeys, client_keys, new_pair, read_pair, write_pair
 from tests.engine.builders import address_of, make_config, run_service
-from tests.engine.test_service import free_port
+from tests.ports import free_port
 
 ENGINE, FRIEND, STRANGER = new_pair(), new_pair(), new_pair()
 REFUSED_S = 0.7

@@ -48,7 +48,7 @@ def held(wire: Running) -> Iterator[Callable[[], None]]:
         over.wait(20.0)
 
     wire.thread.call(hold)
-    assert begun.wait(10.0)
+    assert begun.wait(60.0)
     yield over.set
     over.set()
 

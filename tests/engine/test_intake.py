@@ -16,7 +16,7 @@ from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.wire import messages
 from inferengine.wire.messages import Accept, Attach, Credit, Hello, Kind, Pong, Reject, Step, Submit, Welcome
-from tests.engine.builders import VOCAB_SIZE, RawClient, check_idle, run_service, small_capacity, wait_until
+from tests.engine.builders import VOCAB_SIZE, RawClient, check_idle, run_held, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
 
 ID = bytes(range(16))
@@ -169,11 +169,12 @@ def test_top_k_zero_and_minus_one_mean_off(engine: EngineService, connect: Conne
 
 
 def test_a_full_queue_is_refused_with_a_time_to_come_back(connect: Connect) -> None:
-    slow = SimulatedExecutor(small_capacity(max_num_seqs=1), step_s=0.05)
-    with run_service(lambda: slow, scheduler={"max_queued_requests": 2}) as engine:
+    with run_held(small_capacity(max_num_seqs=1), scheduler={"max_queued_requests": 2}) as (engine, device):
         client = connect(engine)
         for stream in range(1, 8):
             client.submit(stream, max_tokens=3)
+        client.settle()
+        device.let()
         collected = client.collect(set(range(1, 8)))
         refused = [rows[0] for rows in collected.rejects.values()]
         assert refused
@@ -184,28 +185,28 @@ def test_a_full_queue_is_refused_with_a_time_to_come_back(connect: Connect) -> N
 
 
 def test_a_tenant_has_its_own_limit(connect: Connect) -> None:
-    with run_service(step_s=0.02, scheduler={"max_tenant_requests": 1}) as engine:
+    with run_held(scheduler={"max_tenant_requests": 1}) as (engine, device):
         client = connect(engine)
         for stream, tenant in ((1, "a"), (2, "a"), (3, "b")):
             client.submit(stream, tenant=tenant)
+        client.settle()
+        device.let()
         collected = client.collect({1, 2, 3})
         assert [row.code for rows in collected.rejects.values() for row in rows] == ["rate_limited"]
         assert set(collected.rejects) == {2}
 
 
-def test_errors_are_told_in_milliseconds_during_a_long_step(connect: Connect) -> None:
-    with run_service(step_s=1.5) as engine:
+def test_errors_are_told_during_a_step_that_does_not_end(connect: Connect) -> None:
+    with run_held() as (engine, _):
         client = connect(engine)
         client.submit(1, max_tokens=1)
         wait_until(lambda: engine.core is not None and bool(engine.core.scheduler.running))
-        begin = time.monotonic()
         client.submit(2, params={"temperature": 9})
         client.send_frames([messages.header(Kind.SUBMIT), b"\xc1"])
         client.ping(9)
         assert client.expect(Reject).field == "params.temperature"
         assert client.expect(Reject).code == "protocol_error"
         assert client.expect(Pong).nonce == 9
-        assert time.monotonic() - begin < 0.5
         assert not [message for message in client.pending if isinstance(message, Step)]
 
 
@@ -231,10 +232,12 @@ class TestIds:
         assert engine.core.scheduler.stats.num_submitted == 1
 
     def test_a_submission_sent_twice_on_one_stream_is_accepted_twice_and_heard_once(self, connect: Connect) -> None:
-        with run_service(step_s=0.02) as engine:
+        with run_held() as (engine, device):
             client = connect(engine)
             message = client.submit(1, id=ID, max_tokens=5)
             client.send(message)
+            client.settle()
+            device.let()
             collected = client.collect({1})
             assert len(collected.tokens[1]) == 5
             assert [accept.attached for accept in collected.accepts[1]] == [False, True]
@@ -247,7 +250,7 @@ class TestIds:
         assert len(client.collect({1}).tokens[1]) == 3
 
     def test_a_stream_number_in_use_is_refused(self, connect: Connect) -> None:
-        with run_service(step_s=0.02) as engine:
+        with run_held() as (engine, _):
             client = connect(engine)
             client.submit(5, max_tokens=10, params={"n": 2, "temperature": 1.0})
             client.submit(6)

@@ -18,7 +18,7 @@ from inferengine.wire import sockets
 from inferengine.wire.messages import Admin, AdminReply
 from tests.engine.builders import address_of, run_service
 from tests.engine.conftest import Connect
-from tests.engine.test_service import free_port
+from tests.ports import free_port
 
 END = (-1).to_bytes(8, "big", signed=True)
 PROMPT = list(range(40))

@@ -20,8 +20,8 @@ from inferengine.sampling_params import SamplingParams
 from inferengine.wire import messages
 from inferengine.wire.curve import ClientKeys, new_pair, write_pair
 from inferengine.wire.messages import Hello, Ping
-from tests.engine.builders import RawClient, address_of, run_service, wait_until
-from tests.engine.test_service import free_port
+from tests.engine.builders import RawClient, address_of, run_held, run_service, wait_until
+from tests.ports import free_port
 
 PAIRS = 8
 QUIET_S = 0.3
@@ -60,7 +60,7 @@ def test_closed_connections_give_their_descriptors_back(scheme: str) -> None:
     with run_service(wire={"tcp": address}) as engine:
         client = Client(address_of(engine))
         try:
-            client.connect(5.0)
+            client.connect(60.0)
             before = descriptors()
             leave_forgotten(address_of(engine) if scheme == "ipc" else address)
             wait_until(lambda: descriptors() <= before)
@@ -74,7 +74,7 @@ def assert_served(engine: EngineService, *addresses: str) -> None:
     for address in (address_of(engine), *addresses):
         client = Client(address)
         try:
-            client.connect(5.0)
+            client.connect(60.0)
             assert tokens_of(client) == 4
         finally:
             client.close()
@@ -82,27 +82,29 @@ def assert_served(engine: EngineService, *addresses: str) -> None:
 
 def test_running_requests_go_on_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_endpoint, "MAX_LOST", PAIRS)
-    with run_service(step_s=0.01) as engine:
+    with run_held() as (engine, device):
         client = Client(address_of(engine))
         try:
-            client.connect(5.0)
+            client.connect(60.0)
             stream = client.submit([1, 2, 3], SamplingParams(max_tokens=500, ignore_eos=True)).streams[0]
             leave_forgotten(address_of(engine))
+            wait_until(lambda: engine.io.lost_connections.num_renewals == 1)
+            device.let()
             assert sum(len(delta.token_ids) for delta in stream) == 500
-            assert engine.io.lost_connections.num_renewals == 1
         finally:
             client.close()
 
 
 def test_a_few_wait_for_the_end_of_what_runs() -> None:
-    with run_service(step_s=0.01) as engine:
+    with run_held() as (engine, device):
         client = Client(address_of(engine))
         try:
-            client.connect(5.0)
+            client.connect(60.0)
             stream = client.submit([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True)).streams[0]
             leave_forgotten(address_of(engine), 2)
             time.sleep(3 * QUIET_S)
             assert engine.io.lost_connections.num_renewals == 0
+            device.let()
             assert sum(len(delta.token_ids) for delta in stream) == 200
             wait_until(lambda: engine.io.lost_connections.num_renewals == 1)
         finally:
@@ -240,7 +242,7 @@ def test_keys_are_asked_for_where_they_were(tmp_path: os.PathLike[str]) -> None:
         assert_served(engine)
         client = Client(address, curve=ClientKeys(friend, server.public))
         try:
-            client.connect(5.0)
+            client.connect(60.0)
             assert tokens_of(client) == 4
         finally:
             client.close()

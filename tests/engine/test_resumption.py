@@ -16,7 +16,7 @@ from inferengine.errors import InferEngineError
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.text import TextStream, Tokenizer
 from inferengine.wire.messages import RESUME_OUTPUT, Accept, Attach, Bye, Cancel, Reject, Step, to_u32
-from tests.engine.builders import RawClient, check_idle, make_card, run_service, small_capacity, wait_until
+from tests.engine.builders import RawClient, check_idle, make_card, run_held, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
 from tests.engine.test_tokenization import run_script, script_of
 
@@ -185,11 +185,14 @@ def test_a_request_that_ended_with_its_lost_reader_goes_on_when_he_is_back(conne
 
 
 def test_a_cancelled_request_stays_cancelled(connect: Connect) -> None:
-    with run_service(step_s=0.02) as engine:
+    with run_held() as (engine, device):
         client = connect(engine)
         message = client.submit(1, max_tokens=20, params={"seed": 5})
+        device.let(1)
         tokens = client.expect(Step).tokens.tobytes()
         client.send(Cancel((1,)))
+        client.settle()
+        device.let()
         client.collect({1})
         client.submit(9, id=message.id, max_tokens=20, params={"seed": 5}, resume=(tokens,))
         assert client.collect({9}).done[9][0].detail[0] == "cancelled"

@@ -274,7 +274,7 @@ def test_an_engine_ends_when_the_process_that_computes_is_killed(tmp_path: Path)
             os.kill(child.pid, signal.SIGKILL)
             row = client.collect({1}).done[1][0]
             assert (row.reason, row.detail[0]) == ("error", "engine_restarted")
-            assert service.wait(30.0) == ExitCode.CRASH
+            assert service.wait(60.0) == ExitCode.CRASH
             client.close()
     finally:
         child.kill()

@@ -210,7 +210,7 @@ class ScriptedEngine:
         self._bound.clear()
         self._thread = threading.Thread(target=self._run, name="scripted engine", daemon=True)
         self._thread.start()
-        assert self._bound.wait(20)
+        assert self._bound.wait(60)
 
     def kill(self) -> None:
         """End without a word; `start` brings up another epoch."""
@@ -255,7 +255,7 @@ class ScriptedEngine:
         with self._lock:
             return sum(output.ended is None for job in self._jobs.values() for output in job.outputs)
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Until `condition` holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -266,7 +266,7 @@ class ScriptedEngine:
         """A ZeroMQ socket belongs to one thread. Returns when it has been done."""
         done = threading.Event()
         self._actions.put((action, done))
-        assert done.wait(20)
+        assert done.wait(60)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 

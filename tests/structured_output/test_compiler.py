@@ -195,7 +195,7 @@ def test_compiling_in_the_background_answers_with_a_matcher_or_the_error(vocabul
             done.set()
 
         vocabulary.compiler.submit(GrammarSpec("regex", source), answer)
-        assert done.wait(10)
+        assert done.wait(60)
     assert isinstance(answers[1], InferEngineError)
     assert answers[0][0].accept(vocabulary.fast.token_to_id("a"))  # type: ignore[index]
 

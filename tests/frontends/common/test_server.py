@@ -109,7 +109,7 @@ def exchange(*parts: bytes, end: bytes) -> bytes:
             for part in parts:
                 writer.write(part)
                 await asyncio.sleep(0.02)
-            answer = await asyncio.wait_for(reader.readuntil(end), 10.0)
+            answer = await asyncio.wait_for(reader.readuntil(end), 60.0)
             writer.close()
             return answer
 

@@ -88,7 +88,7 @@ class House:
         wire = {"socket": self.address, **sections.pop("wire", {})}
         sections["http"] = {"files_folder": f"{folder}/files", **sections.get("http", {})}
         self.front = FrontEnd(Config().with_values(wire=wire, **sections))
-        self.http = httpx.Client(base_url=self.front.url, timeout=10.0, headers=HEADERS)
+        self.http = httpx.Client(base_url=self.front.url, timeout=60.0, headers=HEADERS)
 
     def start_engine(self) -> None:
         self.engine.start()
@@ -146,7 +146,7 @@ def text_of(documents: list[Any], index: int = 0) -> str:
     return "".join(parts)
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -160,6 +160,6 @@ def open_request(port: int, path: str, **body: Any) -> Iterator[socket.socket]:
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(payload)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.settimeout(10.0)
+        connection.settimeout(60.0)
         connection.sendall(head.encode() + payload)
         yield connection

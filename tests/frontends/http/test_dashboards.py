@@ -19,9 +19,9 @@ from inferengine.engine.service import EngineService
 from inferengine.engine.stats import Gpus
 from tests.engine.builders import address_of, run_service, small_capacity
 from tests.engine.test_roofline import KnownDevice
-from tests.engine.test_service import free_port
 from tests.frontends.http.builders import HEADERS, FrontEnd, wait_until
 from tests.frontends.websocket.builders import open_socket, serving
+from tests.ports import free_port
 
 FOLDER = Path(__file__).parents[3] / "systemd"
 HISTOGRAM = ("_bucket", "_sum", "_count")

@@ -16,8 +16,8 @@ import pytest
 
 from frontends.common.auth import entry, new_key
 from inferengine.errors import ExitCode
-from tests.engine.test_service import free_port
 from tests.frontends.http.test_process import ROOT
+from tests.ports import free_port
 
 WAIT_S = 30.0
 
@@ -43,7 +43,7 @@ def answer(url: str, verify: ssl.SSLContext | bool = True, headers: dict[str, st
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
-            return httpx.get(url, verify=verify, headers=headers, timeout=5)
+            return httpx.get(url, verify=verify, headers=headers, timeout=60)
         except httpx.TransportError:
             assert time.monotonic() < deadline, "it does not answer"
             time.sleep(0.05)

@@ -43,7 +43,7 @@ def tasks(served: Served) -> int:
         done.set()
 
     served.front.call(count)
-    assert done.wait(5)
+    assert done.wait(60)
     return found[0]
 
 
@@ -145,7 +145,7 @@ def test_a_restarted_engine_is_served_from_by_the_same_front_end() -> None:
             reader.start()
         wait_until(lambda: len(begun) == 5)
         engine.abort()
-        assert engine.wait(20) is not None
+        assert engine.wait(60) is not None
         for reader in readers:
             reader.join(20)
         assert len(ended) == 5

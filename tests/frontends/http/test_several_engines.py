@@ -24,7 +24,7 @@ class Pair:
             engine.admin["stats"] = {"engine": name, "model": "tiny", "running_requests": 1}
             engine.start()
         self.front = FrontEnd(Config().with_values(wire={"engines": ", ".join(addresses)}))
-        self.http = httpx.Client(base_url=self.front.url, timeout=10.0)
+        self.http = httpx.Client(base_url=self.front.url, timeout=60.0)
 
     def complete(self) -> httpx.Response:
         return self.http.post("/v1/completions", json={"prompt": "say"})

@@ -40,7 +40,7 @@ def service(engine, tmp_path_factory):
             wait_until(lambda: httpx.get(f"http://127.0.0.1:{service.port}/ready").status_code == 200)
         yield service
         service.child.send_signal(signal.SIGTERM)
-        assert service.child.wait(20) == 0
+        assert service.child.wait(60) == 0
 
 
 def workers_of(service):
@@ -181,4 +181,4 @@ def test_two_signals_end_all_workers_at_once(engine, tmp_path):
         while client.until("state")["engine"]["state"] != "DRAINING":
             continue
         service.child.send_signal(signal.SIGTERM)
-        assert service.child.wait(10) == 130
+        assert service.child.wait(60) == 130

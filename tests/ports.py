@@ -1,0 +1,28 @@
+"""Ports that a test names before a server binds them.
+
+The kernel gives the ports of its own range to every connection and to every server that asks for any, so that one of
+them may be taken between the choice and the bind. These are below that range, and two tests never choose the same."""
+
+from __future__ import annotations
+
+import socket
+from random import SystemRandom
+
+FIRST, LAST = 20_000, 32_000  # Linux gives away 32768 to 60999
+_claims: list[socket.socket] = []  # UDP sockets of the chosen numbers, until this process ends
+
+
+def free_port() -> int:
+    """Choose a port that is free, and the next one with it: an engine publishes its STATUS there."""
+    while True:
+        port = SystemRandom().randrange(FIRST, LAST, 2)
+        claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            claim.bind(("127.0.0.1", port))
+            for number in (port, port + 1):
+                socket.create_server(("", number)).close()
+        except OSError:
+            claim.close()
+        else:
+            _claims.append(claim)
+            return port
