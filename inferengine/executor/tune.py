@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,15 @@ from inferengine.config import cache_directory
 from inferengine.core.executor import Progress
 from inferengine.errors import ConfigError
 from inferengine.executor.settings import ExecutorSettings
-from inferengine.executor.tools.attention_timer import AttentionTimer, CallTimer
+from inferengine.executor.tools.attention_timer import AttentionTimer
+from inferengine.executor.tools.call_timer import (
+    MOST_ERROR,
+    CallTimer,
+    check_result,
+    compile_candidates,
+    num_calls,
+    with_choice,
+)
 from inferengine.executor.tools.experts_timer import ExpertsTimer
 from inferengine.kernels.ops import REFERENCE
 from inferengine.layers.attention import Attention
@@ -37,13 +46,8 @@ logger = logging.getLogger(__name__)
 
 AUTO_BUDGET_S = 20.0
 LEAST_AUTO_BYTES = 1 << 30  # of weights: a smaller model is not measured by itself
-COLD_BYTES = 150 << 20  # of weights that one measurement reads: three times an H200's L2
-CALL_S = 4e-3  # about the longest measurement
-MOST_CALLS = 24  # of one
-FLOPS = 600e12  # per second, to guess how long a call takes
 EPS = 1e-6
 MOST_ERROR_OF_CODES = 0.1  # e4m3 has three bits: two roundings of one number may be 4 % apart
-MOST_ERROR = 0.05  # of a result, against the library's: a kernel that a compiler broke is no candidate
 POOL_BYTES = 256 << 20  # of keys and values that attention is measured with, at most a quarter of what is free
 LEAST_POOL_BYTES = 16 << 20
 EXPERTS_BYTES = 256 << 20  # of activations of the most tokens that experts are measured with
@@ -457,7 +461,7 @@ def tensors_of(model: DecoderModel) -> list[torch.Tensor]:
 
 
 @dataclass
-class _Inputs:
+class _ProductInputs:
     """x [T, in], gains of norms, and the residual [T, out] that is added to. `expected`: the library's result."""
 
     x: torch.Tensor
@@ -473,21 +477,18 @@ class LayerTimer:
         self._layers = {group.product: group.layers for group in groups}
         self._device, self._dtype, self._timer = device, dtype, timer
         self._generator = torch.Generator(device).manual_seed(0)
-        self._inputs: tuple[Any, _Inputs] | None = None  # the latest product and rows
+        self._inputs: tuple[Any, _ProductInputs] | None = None  # the latest product and rows
 
     @torch.inference_mode()
     def compile(self, work: Sequence[tuple[Any, int, Any]]) -> None:
         """Compile all kernels of these plans, in parallel."""
-        from inferengine.kernels.cuda.compilation import compiling_ahead
         from inferengine.kernels.cuda.dispatch import forcing
 
-        with compiling_ahead(ignore_errors=True):
-            for product, rows, plan in work:
-                try:
-                    with forcing(dict(plan)):
-                        self._calls(product, rows, 1)[0]()
-                except Exception as error:  # `prepare` raises it again, and the plan is no candidate
-                    logger.debug("%s of %d rows as %s: %s", product, rows, plan, error)
+        def launch(product: Any, rows: int, plan: Any) -> None:
+            with forcing(dict(plan)):
+                self._calls(product, rows, 1)[0]()
+
+        compile_candidates(work, launch)
 
     @torch.inference_mode()
     def prepare(self, product: Any, rows: int, plan: Any) -> Callable[[], float]:
@@ -495,22 +496,15 @@ class LayerTimer:
         from inferengine.kernels.cuda.dispatch import forcing
 
         weight_bytes = sum(each.nbytes for each in _tensors(self._layers[product][0].packed))
-        seconds = max(weight_bytes / 4e12, 2 * rows * product.width * product.columns / FLOPS)
-        number = max(2, min(-(-COLD_BYTES // weight_bytes), int(CALL_S / seconds), MOST_CALLS))
-        expected = self._expected(product, rows)
-        with forcing(dict(plan)):
+        number = num_calls(weight_bytes, 2 * rows * product.width * product.columns)
+        expected, forced = self._expected(product, rows), partial(forcing, dict(plan))
+        with forced():
             calls = self._calls(product, rows, number)
             found = calls[0]()
-            error = float((_numbers(found) - expected).norm() / expected.norm())
-            if not error < (MOST_ERROR if isinstance(found, torch.Tensor) else MOST_ERROR_OF_CODES):
-                raise ArithmeticError(f"the result is off by {error:.3f} of its size")
+            most_error = MOST_ERROR if isinstance(found, torch.Tensor) else MOST_ERROR_OF_CODES
+            check_result(_numbers(found), expected, most_error)
             sample = self._timer.prepare(calls)
-
-        def forced() -> float:
-            with forcing(dict(plan)):
-                return sample()
-
-        return forced
+        return with_choice(forced, sample)
 
     def _expected(self, product: Any, rows: int) -> torch.Tensor:
         """What the first layer's product is, by the library."""
@@ -522,7 +516,7 @@ class LayerTimer:
                 inputs.expected = _numbers(self._calls(product, rows, 1)[0]())
         return inputs.expected
 
-    def _inputs_of(self, product: Any, rows: int) -> _Inputs:
+    def _inputs_of(self, product: Any, rows: int) -> _ProductInputs:
         """The latest inputs, or new ones for another product or number of rows."""
         if self._inputs is None or self._inputs[0] != (product, rows):
             residual = None
@@ -530,7 +524,7 @@ class LayerTimer:
                 residual = torch.zeros(rows, product.width, dtype=self._dtype, device=self._device)
             self._inputs = (
                 (product, rows),
-                _Inputs(
+                _ProductInputs(
                     x=torch.randn(
                         rows, product.columns, dtype=self._dtype, device=self._device, generator=self._generator
                     ),
@@ -554,7 +548,7 @@ def _numbers(result: Any) -> torch.Tensor:
     return numbers.float()
 
 
-def _call(layer: Linear | Head, product: Any, inputs: _Inputs) -> Callable[[], Any]:
+def _call(layer: Linear | Head, product: Any, inputs: _ProductInputs) -> Callable[[], Any]:
     """One layer's product as decoder layers call it: the first norm of a single row belongs to it, that of more rows is
     computed by who adds to the residual before."""
     ops, bias = layer.ops, getattr(layer, "offset", None)

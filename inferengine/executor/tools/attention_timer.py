@@ -10,40 +10,34 @@ there is largely how late the next product can start.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import cycle
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from inferengine.executor.tools.call_timer import (
+    COLD_BYTES,
+    MOST_CALLS,
+    CallTimer,
+    check_result,
+    compile_candidates,
+    num_calls,
+    with_choice,
+)
 from inferengine.kernels.batch import Batch, SlotMapping
 from inferengine.layers.attention import Attention
 
-logger = logging.getLogger(__name__)
-
-MOST_ERROR = 0.05  # of a result, against the reference
-COLD_BYTES = 150 << 20  # of keys and values that calls read before they read the same again: three times an H200's L2
-MOST_CALLS = 24  # of one measurement
 MOST_BATCHES = 64  # with other blocks
-CALL_S = 4e-3  # about the longest measurement
-BYTES_PER_S = 4e12  # to guess how long a call takes
 LAST_WITH_PRODUCT = 64  # rows up to which the product that follows is called too
 LEAST_S = 2e-6  # of attention: less of it, beside the product, is noise
 CHECKED_ROWS = 3
 
 
-class CallTimer(Protocol):
-    """Times calls: kernels/cuda/tuning/search.py."""
-
-    def prepare(self, calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
-        """Return a function that makes the calls and returns the mean seconds of one."""
-        ...
-
-
-class _Inputs(NamedTuple):
-    """Of one subject, number of rows and context: packed queries, keys and values of the new tokens, and batches whose
-    rows have other blocks. `rotation` [positions, D] or None."""
+class _AttentionInputs(NamedTuple):
+    """Of one subject, number of rows and context: packed queries, keys and values of the new tokens [rows, (H+2K)*D],
+    and batches whose rows have other blocks. `rotation` [positions, D] or None."""
 
     qkv: torch.Tensor
     batches: list[Batch]
@@ -68,27 +62,23 @@ class AttentionTimer:
         self._timer, self._pool_bytes = timer, pool_bytes
         self._generator = torch.Generator(device).manual_seed(0)
         self._pools: dict[tuple[int, ...], torch.Tensor] = {}
-        self._inputs: dict[tuple[Any, int, str], _Inputs] = {}  # of the latest subject and rows
+        self._inputs: dict[tuple[Any, int, str], _AttentionInputs] = {}  # of the latest subject and rows
         self._expected: dict[tuple[Any, int, str], dict[int, torch.Tensor]] = {}
         self._product_s: dict[tuple[Any, int], float] = {}  # of the output projection alone
 
     @torch.inference_mode()
     def compile(self, work: Sequence[tuple[Any, int, Any]]) -> None:
         """Compile the kernels of all choices, in parallel."""
-        from inferengine.kernels.cuda.compilation import compiling_ahead
         from inferengine.kernels.cuda.dispatch import attention_choices
 
-        with compiling_ahead(ignore_errors=True):
-            for subject, rows, choice in work:
-                try:
-                    inputs = self._inputs_of(subject, rows, subject.cases(rows)[0])
-                    with attention_choices.forcing(subject.key, choice):
-                        layer = self._layers[subject][0]
-                        mixed = self._attend(subject, layer, inputs, inputs.batches[0])
-                        if rows <= LAST_WITH_PRODUCT:
-                            layer.out(mixed)
-                except Exception as error:  # `prepare` raises it again, and the choice is no candidate
-                    logger.debug("%s of %d rows as %s: %s", subject.key, rows, choice, error)
+        def launch(subject: Any, rows: int, choice: Any) -> None:
+            inputs, layer = self._inputs_of(subject, rows, subject.cases(rows)[0]), self._layers[subject][0]
+            with attention_choices.forcing(subject.key, choice):
+                mixed = self._attend(subject, layer, inputs, inputs.batches[0])
+                if rows <= LAST_WITH_PRODUCT:
+                    layer.out(mixed)
+
+        compile_candidates(work, launch)
 
     @torch.inference_mode()
     def prepare(self, subject: Any, rows: int, case: str, choice: Any) -> Callable[[], float]:
@@ -98,28 +88,20 @@ class AttentionTimer:
 
         inputs, layers = self._inputs_of(subject, rows, case), self._layers[subject]
         expected = self._expected_of(subject, rows, case)
-        with attention_choices.forcing(subject.key, choice):
-            self._check(self._attend(subject, layers[0], inputs, inputs.batches[0]), expected)
+        forcing = partial(attention_choices.forcing, subject.key, choice)
+        with forcing():
+            found = self._attend(subject, layers[0], inputs, inputs.batches[0])
+            if not bool(found.isfinite().all()):
+                raise ArithmeticError("the result is not finite")
+            for row, numbers in expected.items():
+                check_result(found[row].float(), numbers)
             calls = self._calls(subject, layers, inputs, with_product=rows <= LAST_WITH_PRODUCT)
             sample = self._timer.prepare(calls)
         product_s = self._product_seconds(subject, rows, inputs)
-
-        def forced() -> float:
-            with attention_choices.forcing(subject.key, choice):
-                return max(LEAST_S, sample() - product_s)
-
-        return forced
-
-    def _check(self, found: torch.Tensor, expected: dict[int, torch.Tensor]) -> None:
-        if not bool(found.isfinite().all()):
-            raise ArithmeticError("the result is not finite")
-        for row, numbers in expected.items():
-            error = float((found[row].float() - numbers).norm() / numbers.norm())
-            if not error < MOST_ERROR:
-                raise ArithmeticError(f"the result is off by {error:.3f} of its size")
+        return with_choice(forcing, lambda: max(LEAST_S, sample() - product_s))
 
     def _calls(
-        self, subject: Any, layers: list[Attention], inputs: _Inputs, *, with_product: bool
+        self, subject: Any, layers: list[Attention], inputs: _AttentionInputs, *, with_product: bool
     ) -> list[Callable[[], object]]:
         batches, turns = cycle(inputs.batches), cycle(layers)
 
@@ -130,7 +112,7 @@ class AttentionTimer:
 
         return [call] * inputs.num_calls
 
-    def _attend(self, subject: Any, layer: Attention, inputs: _Inputs, batch: Batch) -> torch.Tensor:
+    def _attend(self, subject: Any, layer: Attention, inputs: _AttentionInputs, batch: Batch) -> torch.Tensor:
         """One layer's attention, as `Attention.mix` calls it, over the small cache."""
         mixed: torch.Tensor = layer.ops.attention_qkv(
             inputs.qkv, layer.q_gain, layer.k_gain, layer.eps, inputs.rotation, self._pool(subject), batch, layer.group,
@@ -139,7 +121,7 @@ class AttentionTimer:
         )  # fmt: skip
         return mixed
 
-    def _product_seconds(self, subject: Any, rows: int, inputs: _Inputs) -> float:
+    def _product_seconds(self, subject: Any, rows: int, inputs: _AttentionInputs) -> float:
         """How long the output projection takes by itself, of layer after layer."""
         if rows > LAST_WITH_PRODUCT:
             return 0.0
@@ -168,7 +150,7 @@ class AttentionTimer:
             self._pools[shape] = pool
         return pool
 
-    def _inputs_of(self, subject: Any, rows: int, case: str) -> _Inputs:
+    def _inputs_of(self, subject: Any, rows: int, case: str) -> _AttentionInputs:
         """The inputs of a case; those of another subject or number of rows are forgotten."""
         found = self._inputs.get((subject, rows, case))
         if found is None:
@@ -178,14 +160,13 @@ class AttentionTimer:
             found = self._inputs[subject, rows, case] = self._make_inputs(subject, rows, int(case))
         return found
 
-    def _make_inputs(self, subject: Any, rows: int, context: int) -> _Inputs:
+    def _make_inputs(self, subject: Any, rows: int, context: int) -> _AttentionInputs:
         from inferengine.kernels.cuda.tuning.tuned_attention import row_blocks
 
         key, size = subject.key, subject.key.block_size
         counts = row_blocks(rows, context, size, subject.longest)
         lengths = [count * size - row % size for row, count in enumerate(counts)]
         read_bytes = subject.read_bytes(rows, context)
-        num_calls = max(2, min(-(-COLD_BYTES // read_bytes), int(CALL_S * BYTES_PER_S / read_bytes), MOST_CALLS))
         tables = self._block_tables(counts, size, len(self._pool(subject)), -(-COLD_BYTES // read_bytes))
         layer = self._layers[subject][0]
         rotation = None
@@ -195,7 +176,9 @@ class AttentionTimer:
             )
         width = (key.num_heads + 2 * key.num_kv_heads) * key.head_dim
         qkv = torch.randn(rows, width, dtype=self._dtype, device=self._device, generator=self._generator)
-        return _Inputs(qkv, list(self._batches(tables, lengths, size, layer.group)), rotation, num_calls)
+        return _AttentionInputs(
+            qkv, list(self._batches(tables, lengths, size, layer.group)), rotation, num_calls(read_bytes)
+        )
 
     def _block_tables(self, counts: Sequence[int], size: int, num_blocks: int, wanted: int) -> torch.Tensor:
         """[batches, rows, blocks]: blocks of the small cache in no order. The first blocks are the rows' last ones,

@@ -6,28 +6,26 @@ equal for all experts on average or falling as 1 / rank.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any
 
 import torch
 
-from inferengine.executor.tools.attention_timer import CallTimer
+from inferengine.executor.tools.call_timer import (
+    CallTimer,
+    check_result,
+    compile_candidates,
+    num_calls,
+    with_choice,
+)
 from inferengine.layers.moe import MoeMLP
 
-logger = logging.getLogger(__name__)
 
-MOST_ERROR = 0.05  # of a result, against deterministic mode's kernels
-COLD_BYTES = 150 << 20  # of weights that one measurement reads: three times an H200's L2
-CALL_S = 4e-3  # about the longest measurement
-MOST_CALLS = 24  # of one
-BYTES_PER_S, OPERATIONS_PER_S = 4e12, 600e12  # to guess how long a call takes
-
-
-class _Inputs:
-    """Of one subject, number of tokens and routing: x [T, E], the scores of the experts, what is added to, and what
-    must come out."""
+class _ExpertsInputs:
+    """Of one subject, number of tokens and routing: x [T, columns], the experts' scores [T, experts], the residual that
+    is added to, and what deterministic mode's kernels compute."""
 
     def __init__(self, x: torch.Tensor, logits: torch.Tensor) -> None:
         self.x, self.logits, self.residual = x, logits, torch.zeros_like(x)
@@ -41,23 +39,20 @@ class ExpertsTimer:
         self, layers: dict[Any, list[MoeMLP]], device: torch.device, dtype: torch.dtype, timer: CallTimer
     ) -> None:
         self._layers, self._device, self._dtype, self._timer = layers, device, dtype, timer
-        self._inputs: dict[tuple[Any, int, str], _Inputs] = {}  # of the latest subject and rows
+        self._inputs: dict[tuple[Any, int, str], _ExpertsInputs] = {}  # of the latest subject and rows
 
     @torch.inference_mode()
     def compile(self, work: Sequence[tuple[Any, int, Any]]) -> None:
         """Compile the kernels of all choices, in parallel."""
-        from inferengine.kernels.cuda.compilation import compiling_ahead
         from inferengine.kernels.cuda.moe.configurations import experts_choices
 
-        with compiling_ahead(ignore_errors=True):
-            for subject, rows, choice in work:
-                try:
-                    layer, inputs = self._layers[subject][0], self._inputs_of(subject, rows, subject.cases(rows)[0])
-                    with experts_choices.forcing(subject.key, choice):
-                        _add(layer, inputs)
-                    self._exact(layer, inputs)
-                except Exception as error:  # `prepare` raises it again, and the choice is no candidate
-                    logger.debug("%s of %d tokens as %s: %s", subject.key, rows, choice, error)
+        def launch(subject: Any, rows: int, choice: Any) -> None:
+            layer, inputs = self._layers[subject][0], self._inputs_of(subject, rows, subject.cases(rows)[0])
+            with experts_choices.forcing(subject.key, choice):
+                _add_experts(layer, inputs)
+            self._exact(layer, inputs)
+
+        compile_candidates(work, launch)
 
     @torch.inference_mode()
     def prepare(self, subject: Any, rows: int, case: str, choice: Any) -> Callable[[], float]:
@@ -68,26 +63,16 @@ class ExpertsTimer:
         inputs, layers = self._inputs_of(subject, rows, case), self._layers[subject]
         if inputs.expected is None:
             inputs.expected = self._exact(layers[0], inputs).float()
-        with experts_choices.forcing(subject.key, choice):
+        forcing = partial(experts_choices.forcing, subject.key, choice)
+        number = num_calls(max(1.0, subject.read_bytes(rows)), subject.operations(rows))
+        with forcing():
             inputs.residual.zero_()
-            error = float((_add(layers[0], inputs).float() - inputs.expected).norm() / inputs.expected.norm())
-            if not error < MOST_ERROR:
-                raise ArithmeticError(f"the result is off by {error:.3f} of its size")
+            check_result(_add_experts(layers[0], inputs).float(), inputs.expected)
             turns = cycle(layers)
-            sample = self._timer.prepare([lambda: _add(next(turns), inputs)] * self._num_calls(subject, rows))
+            sample = self._timer.prepare([lambda: _add_experts(next(turns), inputs)] * number)
+        return with_choice(forcing, sample)
 
-        def forced() -> float:
-            with experts_choices.forcing(subject.key, choice):
-                return sample()
-
-        return forced
-
-    def _num_calls(self, subject: Any, rows: int) -> int:
-        read_bytes = max(1.0, subject.read_bytes(rows))
-        seconds = max(read_bytes / BYTES_PER_S, subject.operations(rows) / OPERATIONS_PER_S)
-        return max(2, min(int(COLD_BYTES / read_bytes) + 1, int(CALL_S / seconds), MOST_CALLS))
-
-    def _exact(self, layer: MoeMLP, inputs: _Inputs) -> torch.Tensor:
+    def _exact(self, layer: MoeMLP, inputs: _ExpertsInputs) -> torch.Tensor:
         """What deterministic mode computes, whose configurations nothing changes."""
         from inferengine.kernels.cuda.moe.mixture import MoeKernels
 
@@ -96,7 +81,7 @@ class ExpertsTimer:
             inputs.x, inputs.logits, layer.routing, layer.packed, torch.zeros_like(inputs.residual)
         )
 
-    def _inputs_of(self, subject: Any, rows: int, case: str) -> _Inputs:
+    def _inputs_of(self, subject: Any, rows: int, case: str) -> _ExpertsInputs:
         """The inputs of a case; those of another subject or number of tokens are forgotten."""
         from inferengine.kernels.cuda.tuning.tuned_experts import SKEWED
 
@@ -109,11 +94,11 @@ class ExpertsTimer:
             if case == SKEWED:
                 logits -= (1 + torch.randperm(subject.key.num_experts, generator=generator)).float().log()
             x = torch.randn(rows, subject.key.columns, generator=generator)
-            found = _Inputs(*(each.to(self._device, self._dtype) for each in (x, logits)))
+            found = _ExpertsInputs(*(each.to(self._device, self._dtype) for each in (x, logits)))
             self._inputs[subject, rows, case] = found
         return found
 
 
-def _add(layer: MoeMLP, inputs: _Inputs) -> torch.Tensor:
+def _add_experts(layer: MoeMLP, inputs: _ExpertsInputs) -> torch.Tensor:
     summed: torch.Tensor = layer.ops.add_experts(inputs.x, inputs.logits, layer.routing, layer.packed, inputs.residual)
     return summed
