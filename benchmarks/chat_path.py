@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from benchmarks.ports import free_port, wait_ready
 from inferengine.bench.environment import write_result
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,8 +118,7 @@ class Recorded:
 
 def measure(num_tokens: int) -> dict[str, Any]:
     """Start the service, record an idle while and one chat, and stop it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "XDG_RUNTIME_DIR": folder}
         processes = {
@@ -127,7 +126,9 @@ def measure(num_tokens: int) -> dict[str, Any]:
             "http": Recorded(["http", "--http.port", str(port)], environment),
         }
         try:
-            _wait_ready(f"http://127.0.0.1:{port}/ready", processes)
+            wait_ready(
+                port, TIMEOUT_S, is_running=lambda: all(each.process.poll() is None for each in processes.values())
+            )
             _chat(port, num_tokens)
             time.sleep(SETTLE_S)
             idle = _recorded(processes, lambda: time.sleep(IDLE_S))
@@ -206,17 +207,6 @@ def _recorded(processes: dict[str, Recorded], run: Callable[[], None]) -> dict[s
         process.switch("on")
     run()
     return {name: process.switch("off") for name, process in processes.items()}
-
-
-def _wait_ready(url: str, processes: dict[str, Recorded]) -> None:
-    until = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < until and all(recorded.process.poll() is None for recorded in processes.values()):
-        try:
-            with urllib.request.urlopen(url, timeout=5.0):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    raise SystemExit("the service did not get ready")
 
 
 def _chat(port: int, num_tokens: int) -> None:

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -29,6 +28,7 @@ from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
 
+from benchmarks.ports import wait_ready
 from benchmarks.shapes import SHAPES
 from inferengine import LLM
 from inferengine.bench.compare import with_tokenizer
@@ -55,23 +55,11 @@ def service(model: str, words: list[str], http: int, ws: int) -> Iterator[str]:
         command = [sys.executable, "-m", "inferengine.cli", "up", model, *flags, *words]
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as child:
             try:
-                wait_answer(http)
+                wait_ready(http, START_S, is_running=lambda: child.poll() is None)
                 yield address
             finally:
                 child.terminate()
                 child.wait(60)
-
-
-def wait_answer(port: int) -> None:
-    """Wait until the front end serves the engine."""
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise RuntimeError("the front end did not become ready")
 
 
 def in_process(model: LLM) -> Way:

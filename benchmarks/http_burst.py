@@ -25,7 +25,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from benchmarks.http_relay import WORDS, cpu_s, tokenizer_files, wait_ready
+from benchmarks.http_relay import WORDS, cpu_s, tokenizer_files
+from benchmarks.ports import wait_ready
 from inferengine.bench.environment import write_result
 from inferengine.bench.gpu_trace import GpuTrace
 from inferengine.bench.load_generator import LoadReply, run

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from array import array
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ import zmq
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from benchmarks.ports import wait_ready
 from inferengine.bench.environment import write_result
 from inferengine.text import fingerprint
 from inferengine.wire import messages, sockets
@@ -262,16 +262,6 @@ def cpu_s(pid: int) -> tuple[float, float]:
 def memory_mib(pid: int) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
-
-
-def wait_ready(port: int) -> None:
-    for _ in range(200):
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.05)
-    raise RuntimeError("the front end did not become ready")
 
 
 def measure(

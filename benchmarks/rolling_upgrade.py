@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ports import free_port, wait_ready
 from inferengine.bench.environment import ROOT, write_result
 
 RUN = "import sys; from inferengine.cli.main import main; sys.exit(main())"
@@ -78,31 +78,14 @@ class Service:
         return code
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + READY_S
         for port in self.ports.values():
-            while not _is_ready(port):
-                if time.monotonic() > deadline:
-                    raise SystemExit(f"the front end on port {port} is not ready after {READY_S:.0f} s")
-                time.sleep(0.2)
+            wait_ready(port, READY_S)
 
     def close(self) -> None:
         for process in (*self.fronts, *self.engines):
             process.terminate()
         for process in (*self.fronts, *self.engines):
             process.wait(READY_S)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
-            return True
-    except OSError:
-        return False
 
 
 def ask(port: int, number: int) -> tuple[str, str]:

@@ -28,7 +28,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.http_relay import cpu_s, import_seconds, latency_ms, memory_mib, run_peer, wait_ready, workers_of
+from benchmarks.http_relay import cpu_s, import_seconds, latency_ms, memory_mib, run_peer, workers_of
+from benchmarks.ports import wait_ready
 from inferengine.bench.environment import write_result
 
 HANDSHAKE = (

@@ -33,7 +33,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.http_relay import memory_mib, tokenizer_files, wait_ready
+from benchmarks.http_relay import memory_mib, tokenizer_files
+from benchmarks.ports import wait_ready
 from benchmarks.websocket_relay import HANDSHAKE, frame
 from inferengine.bench.environment import write_result
 from inferengine.config import Config

@@ -10,15 +10,13 @@ import hashlib
 import os
 import secrets
 import signal
-import socket
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
+from benchmarks.ports import free_port, wait_ready
 
 DISK_MIB = 340  # the front end keeps 256 MiB free for others
 START_S = 180.0
@@ -162,14 +160,10 @@ class Service:
 
     def wait_ready(self, timeout_s: float = START_S) -> None:
         """Wait until the service takes requests."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.http}/ready", timeout=10.0).status_code == 200:
-                    return
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the service is not ready:\n{self.log.read_text(errors='replace')[-4000:]}")
-            time.sleep(0.2)
+        try:
+            wait_ready(self.http_port, timeout_s, is_running=lambda: self.process.poll() is None)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}:\n{self.log.read_text(errors='replace')[-4000:]}") from None
 
     def write_keys(self) -> None:
         """Replace the file of keys atomically, as the documents advise."""
@@ -248,9 +242,3 @@ def _name(parent: str, words: list[bytes]) -> str:
     if parent == "engine":
         return "grammars"
     return f"{parent} fork"
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

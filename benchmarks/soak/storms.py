@@ -24,7 +24,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,10 @@ import httpx
 from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 
+from benchmarks.ports import free_port, wait_ready
 from benchmarks.soak.clients import run_engine
 from benchmarks.soak.faults import half_open, reset, storm
 from benchmarks.soak.samples import process_figures
-from benchmarks.soak.service import free_port
 from inferengine.bench.environment import environment
 
 CONNECTIONS = 1000
@@ -110,17 +109,6 @@ KINDS = {
 }
 
 
-def _wait_answering(port: int) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5.0).status_code == 200:
-                return
-        if time.monotonic() > deadline:
-            raise RuntimeError("the front end does not answer")
-        time.sleep(0.1)
-
-
 async def _rounds(part: str, port: int, pid: int, rounds: int) -> dict[str, Any]:
     """Return the memory of a front end after each round of each kind."""
     kinds: dict[str, Any] = {}
@@ -147,7 +135,7 @@ def _of_front_end(part: str, address: str, folder: Path, rounds: int) -> dict[st
     command = [sys.executable, "-m", "inferengine.cli", part, *flags]
     process = subprocess.Popen(command, stderr=(folder / f"{part}.log").open("wb"))
     try:
-        _wait_answering(port)
+        wait_ready(port, START_S, is_running=lambda: process.poll() is None)
         return asyncio.run(_rounds(part, port, process.pid, rounds))
     finally:
         process.terminate()
