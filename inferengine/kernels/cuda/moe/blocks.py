@@ -18,7 +18,7 @@ from inferengine.kernels.block_codes import SUPERBLOCK, BlockWeight
 from inferengine.kernels.cuda.gemm.block_tiles import GROUP, arrange, constants_of, multiply_step, planes_of
 from inferengine.kernels.cuda.moe.configurations import GroupedConfig, PairConfig
 from inferengine.kernels.cuda.moe.gating import ACTIVATIONS, gated
-from inferengine.kernels.cuda.moe.grouped import Pairs, expert_of, most_blocks
+from inferengine.kernels.cuda.moe.grouped import Pairs, expert_of, most_blocks, pairs_of
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.experts import ExpertBlocks, Gating
 
@@ -153,31 +153,25 @@ def _block_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply a block of pairs of one expert by BLOCK_N of its N rows, in the one or two parts of the weight.
+
+    x [T or T * k, K], out [T * k, N]; planes as `planes_of` gives them, those of the second part are named `_2`. Grid:
+    (blocks * tiles of N), the tiles of a block side by side. A program computes a [BLOCK_N, BLOCK_M] tile of `out`:
+    with GATED the activation of gate and up, else the product.
+    """
     ROWS: tl.constexpr = EXPERTS * N
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
     block = tile // N_TILES
     n = (tile % N_TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, 32)
     allow_next(PDL)
     wait_for_previous(PDL)
-    if BY_PAIR:
-        expert = tl.load(ids_ptr + block)
-        if PART:
-            if expert >= EXPERTS:
-                return
-        place = block + m * 0
-        pair = place
-        valid = m == 0
-    else:
-        expert, before = expert_of(block, starts_ptr, num_pairs, EXPERTS, BLOCK_E, BLOCK_M)
+    expert, before = expert_of(block, ids_ptr, starts_ptr, num_pairs, EXPERTS, BLOCK_E, BLOCK_M, BY_PAIR)
+    if PART or not BY_PAIR:
         if expert >= EXPERTS:
             return
-        begin = tl.load(starts_ptr + expert) + (block - before) * BLOCK_M
-        place = begin + m
-        valid = place < tl.load(starts_ptr + expert + 1)
-        pair = tl.load(order_ptr + place, mask=valid, other=0)
+    place, pair, valid = pairs_of(block, expert, before, order_ptr, starts_ptr, BLOCK_M, BY_PAIR)
     if GATED:
         x_row = (pair // CHOSEN).to(tl.int64)
         out_row = place.to(tl.int64)

@@ -133,14 +133,35 @@ def most_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
 
 
 @triton.jit
-def expert_of(block, starts_ptr, num_pairs, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a block of pairs, EXPERTS where there is none, and how many blocks those before it have."""
-    e = tl.arange(0, BLOCK_E)
-    begins = tl.load(starts_ptr + e, mask=e < EXPERTS, other=num_pairs)
-    ends = tl.load(starts_ptr + e + 1, mask=e < EXPERTS, other=num_pairs)
-    past = tl.cumsum((ends - begins + BLOCK_M - 1) // BLOCK_M, axis=0)
-    expert = tl.sum((past <= block).to(tl.int32), axis=0)
-    return expert, tl.max(tl.where(past <= block, past, 0), axis=0)
+def expert_of(
+    block, ids_ptr, starts_ptr, num_pairs,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BY_PAIR: tl.constexpr,
+):  # fmt: skip
+    """The expert of a block of pairs, EXPERTS or more where there is none here, and how many blocks the experts before
+    it have. With BY_PAIR a block is one pair, and ids [T * k] has its expert."""
+    if BY_PAIR:
+        return tl.load(ids_ptr + block).to(tl.int32), block * 0
+    else:
+        e = tl.arange(0, BLOCK_E)
+        begins = tl.load(starts_ptr + e, mask=e < EXPERTS, other=num_pairs)
+        ends = tl.load(starts_ptr + e + 1, mask=e < EXPERTS, other=num_pairs)
+        past = tl.cumsum((ends - begins + BLOCK_M - 1) // BLOCK_M, axis=0)
+        expert = tl.sum((past <= block).to(tl.int32), axis=0)
+        return expert, tl.max(tl.where(past <= block, past, 0), axis=0)
+
+
+@triton.jit
+def pairs_of(block, expert, before, order_ptr, starts_ptr, BLOCK_M: tl.constexpr, BY_PAIR: tl.constexpr):
+    """The pairs of a block of an expert, [BLOCK_M] each: their places in the sorted order, their numbers, and which of
+    them exist."""
+    m = tl.arange(0, BLOCK_M)
+    if BY_PAIR:
+        place = block + m * 0
+        return place, place, m == 0
+    else:
+        place = tl.load(starts_ptr + expert) + (block - before) * BLOCK_M + m
+        valid = place < tl.load(starts_ptr + expert + 1)
+        return place, tl.load(order_ptr + place, mask=valid, other=0), valid
 
 
 @triton.jit
@@ -196,32 +217,25 @@ def _grouped_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply a block of pairs of one expert by BLOCK_N of its N weight rows.
+
+    x [T or T * k, K], codes and scales as ExpertMatrix has them, out [T * k, WIDTH]. Grid: (blocks * tiles of N), the
+    tiles of a block side by side. A program computes a [BLOCK_M, BLOCK_N] tile of the product, transposed with
+    WEIGHT_LEFT, and writes it, or with GATED the activation of its alternating rows of gate and up.
+    """
     WIDTH: tl.constexpr = N // 2 if GATED else N
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     tile = tl.program_id(0)
     block = tile // N_TILES
     n_first = (tile % N_TILES) * BLOCK_N
-    m = tl.arange(0, BLOCK_M)
     allow_next(PDL)
     wait_for_previous(PDL)
-    if BY_PAIR:
-        expert = tl.load(ids_ptr + block)
-        if PART:
-            if expert >= EXPERTS:
-                return
-        place = block + m * 0
-        pair = place
-        valid = m == 0
-    else:
-        expert, before = expert_of(block, starts_ptr, num_pairs, EXPERTS, BLOCK_E, BLOCK_M)
+    expert, before = expert_of(block, ids_ptr, starts_ptr, num_pairs, EXPERTS, BLOCK_E, BLOCK_M, BY_PAIR)
+    if PART or not BY_PAIR:
         if expert >= EXPERTS:
             return
-        begin = tl.load(starts_ptr + expert) + (block - before) * BLOCK_M
-        end = tl.load(starts_ptr + expert + 1)
-        place = begin + m
-        valid = place < end
-        pair = tl.load(order_ptr + place, mask=valid, other=0)
+    place, pair, valid = pairs_of(block, expert, before, order_ptr, starts_ptr, BLOCK_M, BY_PAIR)
     if GATED:
         x_row = (pair // CHOSEN).to(tl.int64)
         out_row = place.to(tl.int64)
