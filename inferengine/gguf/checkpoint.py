@@ -29,17 +29,28 @@ class Source(NamedTuple):
     """Where a tensor of the checkpoint comes from.
 
     `number`: index of the matrix or row in `info`, if that holds several. `heads`: rows are reordered within so many
-    heads; 0: they are not. `transpose`: the checkpoint stores the matrix as [in, out].
+    heads; 0: they are not. `transpose`: the checkpoint stores the matrix as [in, out]. `values`: of latent attention
+    the matrices of the heads' values [H, V, R], where `info` has those of their keys, transposed [H, R, N]; the
+    checkpoint has both in one [H * (N + V), R], by head.
     """
 
     info: TensorInfo
     number: int | None = None
     heads: int = 0
     transpose: bool = False
+    values: TensorInfo | None = None
+
+    @property
+    def infos(self) -> tuple[TensorInfo, ...]:
+        """The tensors of the file."""
+        return (self.info,) if self.values is None else (self.info, self.values)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape in the checkpoint."""
+        if self.values is not None:
+            heads, rank, plain = self.info.shape
+            return heads * (plain + self.values.shape[1]), rank
         shape = self.info.shape if self.number is None else self.info.shape[1:]
         if self.info.name.endswith("ffn_gate_inp_shexp.weight"):  # one row, stored as a vector
             return (1, shape[-1])
@@ -65,6 +76,7 @@ class Architecture(NamedTuple):
     transposed: tuple[str, ...] = ()  # layers whose weights the checkpoint stores as [in, out]
     rope: Mapping[str, Any] = MappingProxyType({})  # settings of YaRN that llama.cpp's metadata lacks
     ends: tuple[str, ...] = ()  # tokens that end an answer, in addition to those that the metadata names
+    latent: bool = False  # latent attention: what turns is rope.dimension_count, of which `rope` is all
 
 
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -104,7 +116,21 @@ MIXTRAL = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
 MOST_SOURCES = 1 << 20  # tensors of a checkpoint: a hostile file could announce one for each of its bytes
-PLAIN = ("attn_sinks",)  # parameters that a checkpoint names without "weight"
+PLAIN = ("attn_sinks", "exp_probs_b")  # parameters that a checkpoint names without "weight" or "bias"
+LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+NUMBERS = ".kv_b_proj.weight"  # ends the name of what attention takes apart: it is held as numbers
+SIGMOID = 2  # expert_gating_func
 BUFFERS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read for config.json
 
 
@@ -229,6 +255,42 @@ def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _deepseek(metadata: Metadata) -> dict[str, Any]:
+    """DeepSeek's sizes. In files since 2025 key_length is what the cache holds, and key_length_mla the heads' own."""
+    turning = metadata.integer("rope.dimension_count")
+    key = metadata.integer("attention.key_length_mla", metadata.integer("attention.key_length", 0))
+    value = metadata.integer("attention.value_length_mla", metadata.integer("attention.value_length", 0))
+    rank = metadata.integer("attention.q_lora_rank", 0)
+    groups, is_sigmoid = metadata.integer("expert_group_count", 1), _has_sigmoids(metadata)
+    if metadata.number("attention.temperature_scale") is not None:
+        raise refused(metadata.file.path, "attention.temperature_scale is not supported with latent attention")
+    return {
+        "num_key_value_heads": metadata.integer("attention.head_count"),
+        "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
+        "q_lora_rank": rank or None,
+        "qk_rope_head_dim": turning,
+        "qk_nope_head_dim": key - turning,
+        "v_head_dim": value,
+        "n_routed_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "n_shared_experts": metadata.integer("expert_shared_count", 0),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0),
+        "routed_scaling_factor": round(metadata.number("expert_weights_scale", 1.0) or 1.0, 6),  # from fp32
+        "norm_topk_prob": metadata.flag("expert_weights_norm", False),
+        "scoring_func": "sigmoid" if is_sigmoid else "softmax",
+        "topk_method": "noaux_tc" if is_sigmoid else "group_limited_greedy" if groups > 1 else "greedy",
+        "n_group": groups,
+        "topk_group": metadata.integer("expert_group_used_count", groups),
+        **({"num_nextn_predict_layers": 0} if is_sigmoid else {}),
+    }
+
+
+def _has_sigmoids(metadata: Metadata) -> bool:
+    """Whether experts are chosen by sigmoids. Files of DeepSeek-V2 do not say how."""
+    return metadata.integer("expert_gating_func", 1) == SIGMOID
+
+
 def _window(metadata: Metadata) -> dict[str, Any]:
     """Phi-3's and StarCoder's window, where a file names one that is shorter than the context."""
     window = metadata.integer("attention.sliding_window", 0)
@@ -292,6 +354,12 @@ ARCHITECTURES = {
         },
         ends=("<|return|>", "<|call|>", "<|endoftext|>"),
     ),
+    "deepseek2": Architecture(
+        "DeepseekV2ForCausalLM", "deepseek_v2", layer=LATENT, values=_deepseek, latent=True
+    ),
+    "deepseek2 with sigmoids": Architecture(
+        "DeepseekV3ForCausalLM", "deepseek_v3", layer=LATENT, values=_deepseek, latent=True
+    ),
     "gpt2": Architecture(
         "GPT2LMHeadModel", "gpt2", eps="layer_norm_epsilon", prefix="h.",
         outside={"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f"},
@@ -313,6 +381,8 @@ def architecture_of(file: GgufFile) -> Architecture:
         raise refused(file.path, "its metadata has no general.architecture: it holds no language model")
     if name == "llama" and metadata.integer("expert_count", 0):
         name = "llama with experts"
+    if name == "deepseek2" and _has_sigmoids(metadata):
+        name = "deepseek2 with sigmoids"
     if name not in ARCHITECTURES:
         near = get_close_matches(name, ARCHITECTURES, 1, LIKE)
         hint = f"the nearest that is: {near[0]}" if near else f"{', '.join(ARCHITECTURES)} are"
@@ -357,6 +427,7 @@ def config_values(path: Path) -> dict[str, Any]:
 def _sizes(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
     """Return the sizes of a model and its rotary embedding."""
     heads = metadata.integer("attention.head_count")
+    turning = metadata.integer("rope.dimension_count") if architecture.latent else metadata.head_dim
     return {
         "hidden_size": metadata.integer("embedding_length"),
         "num_hidden_layers": metadata.integer("block_count"),
@@ -365,7 +436,7 @@ def _sizes(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
         "intermediate_size": metadata.integer("feed_forward_length", 1),
         "max_position_embeddings": metadata.integer("context_length"),
         "head_dim": metadata.head_dim,
-        **_rope(metadata, architecture, metadata.head_dim),
+        **_rope(metadata, architecture, turning),
     }
 
 
@@ -383,9 +454,10 @@ def _gpt2_sizes(metadata: Metadata) -> dict[str, Any]:
 
 def _packed_types(path: Path) -> dict[str, str]:
     """Return the block format of each tensor that stays packed. Raises ConfigError for a format that is not read."""
-    packed = {name: s.info.type for name, s in tensor_sources(path).items() if s.info.type not in FLOATS}
-    for name, kind in packed.items():
-        if kind not in PACKED and not (kind == EXPERTS_ALONE and ".experts." in name):
+    kinds = [(name, info.type) for name, source in tensor_sources(path).items() for info in source.infos]
+    packed = {name: kind for name, kind in kinds if kind not in FLOATS and not name.endswith(NUMBERS)}
+    for name, kind in kinds:
+        if kind not in (*FLOATS, *PACKED) and not (kind == EXPERTS_ALONE and ".experts." in name):
             near = next((other for start, other in NEAREST_TYPE.items() if kind.startswith(start)), "Q8_0")
             raise refused(
                 path, f"the tensor {name} is stored as {kind}, which is not read", f"the nearest that is: {near}"
@@ -440,6 +512,7 @@ def _rope_scaling(metadata: Metadata, architecture: Architecture) -> dict[str, A
             "rope_type": "yarn",
             "factor": factor,
             **architecture.rope,
+            **(_magnitudes(metadata) if architecture.latent else {}),
             **_some(
                 original_max_position_embeddings=original or None,
                 beta_fast=metadata.number("rope.scaling.yarn_beta_fast"),
@@ -449,6 +522,15 @@ def _rope_scaling(metadata: Metadata, architecture: Architecture) -> dict[str, A
     if kind not in (None, "none"):
         raise refused(metadata.file.path, f"rope.scaling.type = {kind} is not supported; none, linear and yarn are")
     return {}
+
+
+def _magnitudes(metadata: Metadata) -> dict[str, float]:
+    """Return what YaRN multiplies scores by, of which converters write a tenth. It does not change the rotation."""
+    tenth = metadata.number("rope.scaling.yarn_log_multiplier")
+    if tenth is None:
+        raise refused(metadata.file.path, "its metadata has no rope.scaling.yarn_log_multiplier")
+    magnitude = round(10.0 * tenth, 6)  # from fp32
+    return {"mscale": magnitude, "mscale_all_dim": magnitude}
 
 
 def _floats(file: GgufFile, name: str) -> list[float]:
@@ -504,6 +586,10 @@ def _sources(file: GgufFile) -> Iterator[tuple[str, Source]]:
         number = ""
         if stem.startswith("blk.") and stem.count(".") > 1:
             _, number, stem = stem.split(".", 2)
+        if architecture.latent and stem in ("attn_k_b", "attn_v_b") and kind == "weight":
+            if stem == "attn_k_b" and f"blk.{number}.attn_kv_b.weight" not in file.tensors:
+                yield f"{architecture.prefix}{number}.self_attn{NUMBERS}", _of_both(file, info, number)
+            continue
         place = (layer if number else outside).get(stem)
         if place is None or kind not in ("weight", "bias"):
             raise refused(
@@ -519,3 +605,14 @@ def _sources(file: GgufFile) -> Iterator[tuple[str, Source]]:
             continue
         transpose = stem in architecture.transposed and kind == "weight"
         yield f"{place}.{kind}", Source(info, None, reordered.get(stem, 0), transpose)
+
+
+def _of_both(file: GgufFile, keys: TensorInfo, number: str) -> Source:
+    """Return the matrices of keys and values as the one of the checkpoint. Raises ConfigError."""
+    values = file.tensors.get(f"blk.{number}.attn_v_b.weight")
+    if values is None:
+        raise refused(file.path, f"the tensor blk.{number[:20]}.attn_v_b.weight is missing")
+    fits = len(keys.shape) == len(values.shape) == 3 and (keys.shape[0], keys.shape[1]) == values.shape[::2]
+    if not fits:
+        raise refused(file.path, f"the shapes of {keys.name} and {values.name} do not fit each other")
+    return Source(keys, values=values)

@@ -29,7 +29,13 @@ GPT2 = ""  # the rule that is built into ByteLevel
 DIGITS = "digits"  # splits off each digit, then as GPT2
 THREE = f"{_WORDS}\\p{{N}}{{1,3}}{_REST}"
 ONE = f"{_WORDS}\\p{{N}}{_REST}"
-RULES = {  # by tokenizer.ggml.pre
+DEEPSEEK3 = (  # one after the other
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+RULES: dict[str, str | tuple[str, ...]] = {  # by tokenizer.ggml.pre
     "default": GPT2, "gpt-2": GPT2, "phi-2": GPT2, "olmo": GPT2, "jais": GPT2, "trillion": GPT2, "mpt": GPT2,
     "llama-bpe": THREE, "llama3": THREE, "llama-v3": THREE, "falcon3": THREE, "dbrx": THREE, "smaug-bpe": THREE,
     "glm4": THREE, "chatglm-bpe": THREE, "lfm2": THREE, "pixtral": THREE,
@@ -38,6 +44,7 @@ RULES = {  # by tokenizer.ggml.pre
     "tekken": _CASED % ("", "") + r"\p{N}" + _SLASH,
     "gpt-4o": _CASED % (_ENDING, _ENDING) + r"\p{N}{1,3}" + _SLASH,
     "llama4": _CASED % (_ENDING, _ENDING) + r"\p{N}{1,3}" + _SLASH,
+    "deepseek-v3": DEEPSEEK3,
     "seed-coder": _WORDS + r"\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
 }  # fmt: skip
 # A whole word that is a token is taken before merges are applied; these tokenizers also add bos.
@@ -135,7 +142,10 @@ def _byte_level(file: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
     if rule == DIGITS:
         before.append({"type": "Digits", "individual_digits": True})
     elif rule:
-        before.append({"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False})
+        splits = (rule,) if isinstance(rule, str) else rule
+        before += [
+            {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False} for split in splits
+        ]
     by_itself = rule in (GPT2, DIGITS)
     before.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": by_itself})
     return {

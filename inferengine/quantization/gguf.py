@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from inferengine.errors import ConfigError
-from inferengine.gguf.checkpoint import FLOATS, tensor_sources
+from inferengine.gguf.checkpoint import FLOATS, Source, tensor_sources
 from inferengine.gguf.reader import BLOCKS, mapped
 from inferengine.kernels import block_codes
 from inferengine.kernels.block_codes import FORMATS, BlockWeight, numbers, read_blocks, stack
@@ -42,12 +42,14 @@ class GgufShard:
 
     def __init__(self, path: Path) -> None:
         self.sources = tensor_sources(path)
-        self._files = {info.file: mapped(info.file) for info in (source.info for source in self.sources.values())}
+        self._files = {
+            info.file: mapped(info.file) for info in (info for source in self.sources.values() for info in source.infos)
+        }
 
     def num_bytes(self, name: str) -> int:
         """Return the bytes of a tensor in the file."""
         source = self.sources[name]
-        return source.info.num_bytes // (1 if source.number is None else source.info.shape[0])
+        return sum(info.num_bytes // (1 if source.number is None else info.shape[0]) for info in source.infos)
 
     def get_slice(self, name: str) -> LazyTensor:
         """Return a tensor that is read when it is indexed."""
@@ -56,17 +58,22 @@ class GgufShard:
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor as numbers, dequantized where it is stored in blocks."""
         source = self.sources[name]
+        if source.values is not None:
+            keys, values = (self._numbers(Source(info)).float() for info in source.infos)
+            return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
+        tensor = self._numbers(source)
+        return tensor.t() if source.transpose else tensor.view(source.shape)
+
+    def _numbers(self, source: Source) -> torch.Tensor:
         info = source.info
         if info.type in FLOATS:
-            tensor = self._bytes(name).view(FLOAT_TYPES[info.type])
+            tensor = self._bytes(source).view(FLOAT_TYPES[info.type])
             tensor = tensor.view(info.shape if source.number is None else info.shape[1:])
-            tensor = in_order(tensor, source.heads)
-        else:
-            stored = self.stored_rows(name)
-            codes = read_blocks(stored.kind, stored.raw)
-            tensor = in_order(numbers(codes, 0, codes.shape[0]), stored.heads)
-            tensor = tensor.view(info.shape if source.number is None else info.shape[1:])
-        return tensor.t() if source.transpose else tensor.view(source.shape)
+            return in_order(tensor, source.heads)
+        stored = self._stored_rows(source)
+        codes = read_blocks(stored.kind, stored.raw)
+        tensor = in_order(numbers(codes, 0, codes.shape[0]), stored.heads)
+        return tensor.view(info.shape if source.number is None else info.shape[1:])
 
     def stored(self, name: str) -> StoredRows | torch.Tensor:
         """Return a tensor as the file has it: in blocks, or as numbers."""
@@ -74,14 +81,16 @@ class GgufShard:
 
     def stored_rows(self, name: str) -> StoredRows:
         """Return a tensor that is stored in blocks, as bytes of the mapped file."""
-        source = self.sources[name]
+        return self._stored_rows(self.sources[name])
+
+    def _stored_rows(self, source: Source) -> StoredRows:
         columns = source.info.shape[-1]
         block, num_bytes = BLOCKS[source.info.type]
-        return StoredRows(source.info.type, self._bytes(name).view(-1, columns // block * num_bytes), source.heads)
+        return StoredRows(source.info.type, self._bytes(source).view(-1, columns // block * num_bytes), source.heads)
 
-    def _bytes(self, name: str) -> torch.Tensor:
-        source = self.sources[name]
-        info, count = source.info, self.num_bytes(name)
+    def _bytes(self, source: Source) -> torch.Tensor:
+        info = source.info
+        count = info.num_bytes // (1 if source.number is None else info.shape[0])
         with warnings.catch_warnings():  # of memory that may not be written; nothing here writes to it
             warnings.simplefilter("ignore", UserWarning)
             begin = info.begin + count * (source.number or 0)

@@ -127,6 +127,44 @@ def test_a_tensor_for_each_byte_is_refused_before_the_memory_is_full(tmp_path: P
         tensor_sources(path)
 
 
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([("k", 8, 16, 2)], "the tensor blk.0.attn_v_b.weight is missing"),
+        (
+            [("k", 8, 16, 2), ("v", 16, 12, 3)],
+            "the shapes of blk.0.attn_k_b.weight and blk.0.attn_v_b.weight do not fit",
+        ),
+        ([("k", 8, 16, 2), ("v", 12, 12, 2)], "do not fit each other"),
+        ([("k", 16, 16), ("v", 16, 24)], "do not fit each other"),
+    ],
+)
+def test_matrices_of_latents_that_are_not_one_are_refused(
+    tensors: list[tuple[Any, ...]], message: str, tmp_path: Path
+) -> None:
+    path, places = tmp_path / "m.gguf", range(0, 1 << 20, 1 << 14)
+    kind = pair("general.architecture", 8, text("deepseek2"))
+    made = [
+        tensor(f"blk.0.attn_{name}_b.weight", *shape, offset=place)
+        for (name, *shape), place in zip(tensors, places, strict=False)
+    ]
+    path.write_bytes(with_data(header(kind, *made, tensors=len(made), values=1), 1 << 16))
+    with pytest.raises(ConfigError, match=message):
+        tensor_sources(path)
+
+
+def test_the_matrices_of_latents_are_one(tmp_path: Path) -> None:
+    """Of 2 heads: keys of 8 numbers and values of 12, of latents of 16."""
+    path = tmp_path / "m.gguf"
+    kind = pair("general.architecture", 8, text("deepseek2"))
+    both = tensor("blk.3.attn_v_b.weight", 16, 12, 2, offset=1 << 14), tensor("blk.3.attn_k_b.weight", 8, 16, 2)
+    path.write_bytes(with_data(header(kind, *both, tensors=2, values=1), 1 << 16))
+    found = tensor_sources(path)
+    assert {name: source.shape for name, source in found.items()} == {
+        "model.layers.3.self_attn.kv_b_proj.weight": (2 * (8 + 12), 16)
+    }
+
+
 def model(path: Path, **values: Any) -> Path:
     """A tiny file of one layer without all its tensors."""
     writer = gguf.GGUFWriter(path, values.get("architecture", "llama"))

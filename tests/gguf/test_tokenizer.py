@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from inferengine.errors import ConfigError
 from inferengine.gguf.reader import read_gguf
-from inferengine.gguf.tokenizer import RULES, tokenizer_files
+from inferengine.gguf.tokenizer import DEEPSEEK3, RULES, tokenizer_files
 from inferengine.text import ChatTemplate, Tokenizer
 
 TEXTS = (
@@ -29,10 +29,11 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content
 CORPUS = [*TEXTS, "the quick brown fox jumps over the lazy dog " * 3, "hello world hello there, there their 12 123"]
 
 
-def byte_level(rule: str) -> FastTokenizer:
+def byte_level(rule: str | tuple[str, ...]) -> FastTokenizer:
     """A small byte-level BPE whose texts are cut by a regular expression."""
     tokenizer = FastTokenizer(models.BPE())
-    split = [pre_tokenizers.Split(Regex(rule), "isolated")] if rule else []
+    rules = (rule,) if isinstance(rule, str) else rule
+    split = [pre_tokenizers.Split(Regex(each), "isolated") for each in rules if each]
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
     tokenizer.decoder = decoders.ByteLevel()
@@ -106,6 +107,15 @@ def test_byte_level_ids_are_the_originals(name: str, tmp_path: Path) -> None:
         ids = original.encode(text).ids
         assert ours.encode(text) == ids
         assert ours.decode(ids) == original.decode(ids)
+
+
+def test_deepseek_v3_splits_numbers_then_chinese_and_japanese_then_words() -> None:
+    text = "It's x1234567 (foo.bar) 你好，世界かなカナ né\n\n  end"
+    split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(rule), "isolated") for rule in DEEPSEEK3])
+    assert [piece for piece, _ in split.pre_tokenize_str(text)] == [
+        "It", "'s", " x", "123", "456", "7", " (", "foo", ".bar", ")", " ", "你好", "，", "世界かなカナ", " né", "\n\n",
+        " ", " end",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["Llama 2", "Gemma"])

@@ -64,10 +64,12 @@ def write(
     *,
     permutes: bool = False,
     plus_one: bool = False,
+    splits_latents: bool = True,
     more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Any:
     """Write a model of transformers, its weights rounded to `kinds`, and return it with the weights of the file.
-    `permutes`: rows of q and k are reordered; `plus_one`: norms are stored with 1 added."""
+    `permutes`: rows of q and k are reordered; `plus_one`: norms are stored with 1 added; `splits_latents`: what makes
+    keys and values of latents is stored as two tensors, as since 2025."""
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     known = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
@@ -93,7 +95,10 @@ def write(
         if ".experts." in name:
             stored[name] = _add_experts(writer, name, tensor.float().numpy(), kinds, in_turn=architecture == "gpt-oss")
             continue
-        there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if name.endswith("kv_b_proj.weight") and splits_latents:
+            stored[name] = _add_latent_halves(writer, name, tensor.float().numpy(), kinds, config)
+            continue
+        there = names.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
         there += ".weight" if name.endswith("sinks") else ""
         values = tensor.float().numpy()
         transposes = architecture == "gpt2" and values.ndim == 2 and not name.startswith(("transformer.w", "lm_head"))
@@ -134,6 +139,22 @@ def _add_experts(
         read.append(gguf.quants.dequantize(raw, kind).reshape(of_part.shape))
     joined = np.stack(read, 2).reshape(rows.shape) if in_turn and len(read) == 2 else np.concatenate(read, 1)
     return torch.from_numpy(np.ascontiguousarray(joined.swapaxes(1, 2) if turned else joined, dtype=np.float32))
+
+
+def _add_latent_halves(
+    writer: gguf.GGUFWriter, name: str, values: np.ndarray, kinds: Kinds, config: Any
+) -> torch.Tensor:
+    """Write the matrices of the heads' keys, transposed, and values, and return what the file holds of both."""
+    by_head = values.reshape(config.num_attention_heads, -1, values.shape[1])
+    keys, rest = np.split(by_head, [config.qk_nope_head_dim], axis=1)
+    read = []
+    for part, of_part in (("k", keys.swapaxes(1, 2)), ("v", rest)):
+        there = f"blk.{name.split('.')[2]}.attn_{part}_b.weight"
+        raw, kind = quantized(np.ascontiguousarray(of_part), kinds(there, of_part.shape), seed=crc32(there.encode()))
+        writer.add_tensor(there, raw, raw_dtype=kind)
+        read.append(gguf.quants.dequantize(raw, kind).reshape(of_part.shape))
+    joined = np.concatenate((read[0].swapaxes(1, 2), read[1]), 1).reshape(values.shape)
+    return torch.from_numpy(np.ascontiguousarray(joined, dtype=np.float32))
 
 
 def writer_heads(name: str, config: Any) -> int:

@@ -49,6 +49,11 @@ def older(name: str, shape: tuple[int, ...]) -> str:
     )
 
 
+def q4_k_m_of_latents(name: str, shape: tuple[int, ...]) -> str:
+    """The keys' matrices have rows of fewer than 256."""
+    return "Q8_0" if "attn_k_b" in name else q4_k_m(name, shape)
+
+
 def gemma2(writer: gguf.GGUFWriter) -> None:
     writer.add_attn_logit_softcapping(20.0)
     writer.add_final_logit_softcapping(10.0)
@@ -77,6 +82,49 @@ def gpt_oss(writer: gguf.GGUFWriter) -> None:
     writer.add_rope_scaling_orig_ctx_len(64)
 
 
+def deepseek(sigmoid: bool, latents: bool = True) -> Callable[[gguf.GGUFWriter], None]:
+    """As the converter writes DeepSeek's metadata; without `latents` as it did before 2025."""
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        rank, plain, rotary, value = (LATENT[name] for name in LATENT_SIZES)
+        writer.add_kv_lora_rank(rank)
+        writer.add_rope_dimension_count(rotary)
+        writer.add_key_length(rank + rotary if latents else plain + rotary)
+        writer.add_value_length(rank if latents else value)
+        if latents:
+            writer.add_head_count_kv(1)
+            writer.add_key_length_mla(plain + rotary)
+            writer.add_value_length_mla(value)
+        writer.add_leading_dense_block_count(1)
+        writer.add_expert_count(4)
+        writer.add_expert_used_count(2)
+        writer.add_expert_shared_count(1)
+        writer.add_expert_feed_forward_length(256)
+        writer.add_expert_weights_scale(2.5)
+        writer.add_expert_weights_norm(sigmoid)
+        if sigmoid:
+            writer.add_q_lora_rank(256)
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+            writer.add_expert_group_count(2)
+            writer.add_expert_group_used_count(1)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(64)
+        writer.add_rope_scaling_yarn_log_mul(0.0707)
+
+    return more
+
+
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT: dict[str, Any] = {
+    **dict(zip(LATENT_SIZES, (256, 32, 16, 64), strict=True)), "num_key_value_heads": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 256, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5, "tie_word_embeddings": False, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+        "mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+V2 = {**LATENT, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+V3 = {**LATENT, "q_lora_rank": 256, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}
 EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 96,
     "decoder_sparse_step": 1, "mlp_only_layers": [],
@@ -149,6 +197,10 @@ CASES = {
             "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
             "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
         mxfp4, {"more": gpt_oss}),
+    "deepseek-v2": Case("deepseek2", "DeepseekV2", V2, q8_0, {"more": deepseek(sigmoid=False)}),
+    "deepseek-v2, an older file": Case("deepseek2", "DeepseekV2", V2, q8_0, {
+        "more": deepseek(sigmoid=False, latents=False), "splits_latents": False}),
+    "deepseek-v3": Case("deepseek2", "DeepseekV3", V3, q4_k_m_of_latents, {"more": deepseek(sigmoid=True)}),
     "gpt2": Case("gpt2", "GPT2", {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 256}, q4_k_m,
                  {"more": lambda writer: writer.add_layer_norm_eps(1e-5)}),
 }  # fmt: skip
@@ -187,6 +239,33 @@ def test_logits_are_transformers_of_the_dequantized_weights(name: str, tmp_path:
     executor.close()
     assert (ours - theirs).abs().max() < 1e-4
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def test_how_deepseek_chooses_experts_is_what_the_file_says(tmp_path: Path) -> None:
+    for name in ("deepseek-v2", "deepseek-v3"):
+        make(CASES[name], tmp_path / f"{name}.gguf")
+    v2, v3 = (registry.read_model_config(tmp_path / f"deepseek-{name}.gguf")[0].moe for name in ("v2", "v3"))
+    assert v2 is not None
+    assert v3 is not None
+    assert (v2.sigmoid, v2.renormalized, v2.factor, v2.groups, v2.dense_layers) == (False, False, 2.5, None, (0,))
+    assert (v3.sigmoid, v3.renormalized, v3.factor, v3.groups, v3.dense_layers) == (True, True, 2.5, (2, 1), (0,))
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("rope.scaling.yarn_log_multiplier", "has no rope.scaling.yarn_log_multiplier"),
+        ("attention.kv_lora_rank", "deepseek2.attention.kv_lora_rank"),
+        ("rope.dimension_count", "deepseek2.rope.dimension_count"),
+    ],
+)
+def test_what_latent_attention_needs_is_named(key: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    make(CASES["deepseek-v2"], path)
+    path.write_bytes(path.read_bytes().replace(f"deepseek2.{key}".encode(), f"deepseek2.{key[:-1]}X".encode()))
+    with pytest.raises(ConfigError) as error:
+        registry.read_model_config(path)
+    assert message in error.value.message
 
 
 def test_gpt_oss_computes_what_its_safetensors_compute(tmp_path: Path) -> None:
