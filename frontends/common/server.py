@@ -35,6 +35,7 @@ import math
 import os
 import resource
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -729,6 +730,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not before:
             self._unanswered.append(self.cycle)
+            if self.parser.get_http_version() == "1.0":
+                self.cycle.__class__ = UnchunkedCycle  # uvicorn asks nobody which class to make
         if 0 < len(self.pipeline) <= MOST_BEHIND:  # uvicorn has stopped to read, and would not see the client leave
             self.flow.resume_reading()
 
@@ -771,6 +774,23 @@ class HttpProtocol(HttpToolsProtocol):
         status = http.HTTPStatus(error.http_status)
         lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode(), *(b"%b: %b" % header for header in answer)]
         self.transport.write(b"\r\n".join([*lines, b"", body]))
+
+
+class UnchunkedCycle(RequestResponseCycle):
+    """The answer to a request of HTTP/1.0, which has no chunks: a body of unknown length ends with the connection."""
+
+    _has_length = True
+
+    async def send(self, message: Any) -> None:
+        """Send as uvicorn does, which would send chunks, but the bytes alone."""
+        if message["type"] == "http.response.start":
+            if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+                self.chunked_encoding = False
+                self._has_length = False
+        elif message["type"] == "http.response.body" and not self._has_length:
+            is_last = not message.get("more_body", False)
+            self.expected_content_length = len(message.get("body", b"")) if is_last else sys.maxsize
+        await super().send(message)
 
 
 class ProbesOnly:

@@ -140,7 +140,9 @@ async def answer(
         return JsonBytes(document)
 
 
-EVENT_HEADERS = EventSourceResponse(iter(())).raw_headers
+EVENT_HEADERS = [  # whether the connection is kept is uvicorn's to say
+    (name, value) for name, value in EventSourceResponse(iter(())).raw_headers if name != b"connection"
+]
 
 
 class EventStream(Response):

@@ -213,12 +213,14 @@ async def _before(store: ResponseStore, tenant: str, name: str) -> list[Response
 
 def _stream(service: HttpState, stored: StoredResponse, first: int) -> Response:
     """The events of a response that is made in the background. Nothing happens to it when a reader leaves."""
-    return EventSourceResponse(
+    response = EventSourceResponse(
         read_events(service.responses, stored, max(0, first)),
         ping=service.config.http.keep_alive_s,
         ping_message_factory=keep_alive,
         sep="\n",
     )
+    del response.headers["connection"]  # as EVENT_HEADERS
+    return response
 
 
 async def _in_background(

@@ -128,3 +128,30 @@ def test_an_offer_leaves_the_connection_and_its_other_words_alone() -> None:
     answers = exchange(OFFER, OFFER + last, end=b"last one. host content-length connection")
     assert answers.count(b"HTTP/1.1 200") == 3
     assert b"upgrade" not in answers
+
+
+# -- HTTP/1.0 ----------------------------------------------------------------------------------------------------------
+
+
+async def stream(scope: Any, receive: Any, send: Any) -> None:
+    """Answer in three parts of a length that is not told before."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for part in (b"one ", b"two ", b"three"):
+        await send({"type": "http.response.body", "body": part, "more_body": part != b"three"})
+
+
+@pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
+def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection(connection: bytes) -> None:
+    async def run() -> bytes:
+        listener = socket.create_server(("127.0.0.1", 0))
+        async with serving(listener, stream):
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+            writer.write(b"GET / HTTP/1.0\r\nConnection: " + connection + b"\r\n\r\n")
+            answer = await asyncio.wait_for(reader.read(), 10.0)
+            writer.close()
+            return answer
+
+    head, _, body = asyncio.run(run()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body == b"one two three"

@@ -29,6 +29,7 @@ def test_sse_separators_are_lf(served: House, path: str, body: dict[str, Any]) -
     response = served.post(path, **body)
     raw = response.content
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert "connection" not in response.headers  # the server's to say: a request may have asked it to close
     assert b"\r" not in raw
     assert raw.endswith(b"\n\n")
     assert not raw.startswith(b"\n")
