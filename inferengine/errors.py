@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MAX_MESSAGE_CHARACTERS = 1000
+HALF_PAIR = "has half of a surrogate pair, which is no character: send both halves or none"
 
 
 class ErrorKind(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, Unpack
 
 from inferengine.config import Config
 from inferengine.config import load as load_config
+from inferengine.config.values import suggestion
 from inferengine.core.constraints import num_mask_threads
 from inferengine.core.executor import AdapterStore, Executor, TokenLogprobs
 from inferengine.core.scheduler.queues import check_prompt, resolve_max_tokens
@@ -21,12 +22,12 @@ from inferengine.core.speculation import build_proposer
 from inferengine.engine.core import EngineCore
 from inferengine.engine.model_info import read_model_card
 from inferengine.engine.options import admission_limits, scheduler_options
-from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
+from inferengine.errors import HALF_PAIR, ConfigError, InferEngineError, InvalidRequest
 from inferengine.executor.memory.fit import require_fit
 from inferengine.executor.memory.plan import device_memory, make_plan
 from inferengine.executor.settings import executor_settings
 from inferengine.executor.torch_executor import build_executor
-from inferengine.sampling_params import MAX_SEED, POOLINGS, SamplingParams, of_choice, validate
+from inferengine.sampling_params import MAX_SEED, POOLINGS, SamplingParams, from_map, of_choice, validate
 from inferengine.structured_output.compiler import GrammarCompiler
 from inferengine.structured_output.spec import GrammarSpec, read_grammar, validate_grammar
 from inferengine.text import ChatTemplate, TextStream, Tokenizer, check_messages
@@ -212,8 +213,12 @@ class LLM:
 
         `params` is one for all or one each; `adapter` names a LoRA adapter of the folder model.adapters; `structured`
         takes response_format, structured_outputs or guided_*.
-        Raises InvalidRequest naming the field of the first request that cannot run; then nothing has run.
+        Raises InvalidRequest naming the field of the first request that cannot run (then nothing has run), and
+        TypeError for an unknown name in `structured`.
         """
+        if unknown := sorted(structured.keys() - StructuredOutput.__annotations__.keys()):
+            known = sorted(StructuredOutput.__annotations__)
+            raise TypeError(f"there is no argument {unknown[0]}{suggestion(unknown[0], known)}")
         listed = self._as_list(prompts)
         per_prompt = _params_of_each(params, len(listed))
         spec, number = read_grammar(structured), self._adapter(adapter)
@@ -240,12 +245,8 @@ class LLM:
             raise InvalidRequest("messages", 'must be a list of {"role", "content"}, or a list of such lists')
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         listed: Any = [conversations] if single else conversations
-        prompts = [
-            self.tokenizer.encode(
-                self.chat_template.render(check_messages(list(messages)), **(template or {})), add_special_tokens=False
-            )
-            for messages in listed
-        ]
+        rendered = [self.chat_template.render(check_messages(list(each)), **(template or {})) for each in listed]
+        prompts = [self.tokenizer.encode(_characters("messages", text), add_special_tokens=False) for text in rendered]
         return self.generate(prompts, params, adapter=adapter, progress=progress, **structured)
 
     def embed(
@@ -345,6 +346,7 @@ class LLM:
 
     def _job(self, prompt: Prompt, params: SamplingParams, spec: GrammarSpec | None, adapter: int) -> _Job:
         ids = self._token_ids(prompt)
+        params = from_map(params.to_map())  # as a client's are read: SamplingParams(stop="one text") is one stop string
         validate(params, vocab_size=self.capacity.vocab_size, limits=self.config.limits)
         if spec is not None:
             validate_grammar(spec, self.config.limits)
@@ -359,7 +361,7 @@ class LLM:
             isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt)
         ):
             raise InvalidRequest("prompt", "must be a text or a list of token ids")
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.tokenizer.encode(_characters("prompt", prompt)) if isinstance(prompt, str) else list(prompt)
         if any(not 0 <= token < self.capacity.vocab_size for token in ids):
             raise InvalidRequest("prompt", f"a token id is outside the vocabulary of {self.capacity.vocab_size}")
         return ids
@@ -447,6 +449,15 @@ class _Job:
     params: SamplingParams
     max_tokens: int
     adapter: int
+
+
+def _characters(field: str, text: str) -> str:
+    """Return the text. Raises InvalidRequest where part of it is no character, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(field, HALF_PAIR) from None
+    return text
 
 
 def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from inferengine.config import LimitsConfig
-from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.errors import HALF_PAIR, InferEngineError, InvalidRequest
 from inferengine.fields import FieldError, check, field_docs, read
 from inferengine.process.system import give_back
 
@@ -137,7 +137,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 def refuse_half_pairs(document: dict[str, Any]) -> None:
     """Raise InvalidRequest for half of a surrogate pair in a string: JSON can write it, UTF-8 and tokenizers cannot."""
     if (place := _half_pair(document)) is not None:
-        raise InvalidRequest(place, "has half of a surrogate pair, which is no character: send both halves or none")
+        raise InvalidRequest(place, HALF_PAIR)
 
 
 @functools.cache

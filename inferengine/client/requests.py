@@ -15,6 +15,7 @@ knows how its reader waits; `on_output` and `on_done` are called once and then f
 
 from __future__ import annotations
 
+import math
 import secrets
 import weakref
 from array import array
@@ -22,7 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack
 
-from inferengine.errors import KINDS, InferEngineError, InvalidRequest
+from msgspec.structs import asdict
+
+from inferengine.errors import HALF_PAIR, KINDS, InferEngineError, InvalidRequest
 from inferengine.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 from inferengine.structured_output.spec import GrammarSpec, grammar_to_list
 from inferengine.vectors import to_floats
@@ -38,6 +41,8 @@ from inferengine.wire.messages import (
     StopFound,
     Submit,
     Welcome,
+    encode,
+    pack,
     to_u32,
 )
 
@@ -276,9 +281,10 @@ class OutputCollector:
             reason, detail, count = "stop", self.found_stop[1], min(self.found_stop[0], count)  # type: ignore[assignment]
         self.end(Finish(reason, detail, 0, 0, count, 0.0, 0.0, 0.0))
 
-    def fail(self, code: str, message: str) -> None:
+    def fail(self, error: InferEngineError) -> None:
         """End the stream from this side."""
-        self.end(Finish("error", [code, message], 0, 0, self.num_tokens, 0.0, 0.0, 0.0))
+        detail = [error.code, error.message, *([error.field] if error.field else [])]
+        self.end(Finish("error", detail, 0, 0, self.num_tokens, 0.0, 0.0, 0.0))
 
     def _notify(self) -> None:
         callback, self.on_output = self.on_output, None
@@ -394,7 +400,7 @@ class OpenRequest:
         self.failover = None
         self.accepted.fail(error)
         for collector in self.collectors:
-            collector.fail(error.code, error.message)
+            collector.fail(error)
 
 
 def finish_from(row: Done) -> Finish:
@@ -494,10 +500,10 @@ def make_submit(
     reply = options.get("reply", "tokens")
     if reply == "tokens":
         values.pop("stop", None)
-    deadline_s, grammar = options.get("deadline_s"), options.get("grammar")
+    grammar = options.get("grammar")
     beginnings, session = options.get("placement", (b"", b""))
-    return Submit(
-        id=options.get("request_id") or secrets.token_bytes(ID_BYTES),
+    submit = Submit(
+        id=check_request_id(options.get("request_id") or secrets.token_bytes(ID_BYTES)),
         stream=0,
         prompt=None if prompt_ids is None else _prompt_frame(prompt_ids),
         text=text,
@@ -507,7 +513,7 @@ def make_submit(
         priority=options.get("priority", 0),
         tenant=options.get("tenant", ""),
         salt=options.get("salt", b""),
-        deadline_ms=None if deadline_s is None else max(1, int(deadline_s * 1000)),
+        deadline_ms=_deadline_ms(options.get("deadline_s")),
         detached=options.get("detached", False),
         label=options.get("label", ""),
         grammar=None if grammar is None else tuple(grammar_to_list(grammar)),
@@ -515,10 +521,20 @@ def make_submit(
         adapter=options.get("adapter", ""),
         pooling=options.get("pooling", ""),
         traceparent=options.get("traceparent", ""),
-        prediction=to_u32(options.get("prediction_ids", ())),
+        prediction=_packed_ids("prediction_ids", options.get("prediction_ids", ())),
         beginnings=beginnings,
         session=session,
     )
+    _require_sendable(submit)
+    return submit
+
+
+def check_request_id(request_id: bytes) -> bytes:
+    """Return the id of a request. Raises InvalidRequest for another type or length: the engine could only answer that
+    it cannot read the id, and nobody would know which request that answer ends."""
+    if not isinstance(request_id, bytes) or len(request_id) != ID_BYTES:
+        raise InvalidRequest("request_id", f"must be {ID_BYTES} bytes")
+    return request_id
 
 
 def require_embeddings(welcome: Welcome) -> None:
@@ -542,10 +558,44 @@ def embedding_submits(
 def _prompt_frame(prompt_ids: Sequence[int]) -> bytes:
     if not prompt_ids:
         raise InvalidRequest("prompt", "must hold at least one token")
+    return _packed_ids("prompt", prompt_ids)
+
+
+def _packed_ids(field: str, ids: Sequence[int]) -> bytes:
     try:
-        return to_u32(prompt_ids)
+        return to_u32(ids)
     except (OverflowError, TypeError):
-        raise InvalidRequest("prompt", "token ids are whole numbers from 0 to 2^32 - 1") from None
+        raise InvalidRequest(field, "token ids are whole numbers from 0 to 2^32 - 1") from None
+
+
+def _deadline_ms(deadline_s: float | None) -> int | None:
+    if deadline_s is None:
+        return None
+    if not isinstance(deadline_s, int | float) or not math.isfinite(deadline_s):
+        raise InvalidRequest("deadline_s", "must be a number of seconds")
+    return max(1, int(deadline_s * 1000))
+
+
+def _require_sendable(submit: Submit) -> None:
+    """Raise InvalidRequest for what the wire cannot carry. A request that is open is sent again after a reconnect: one
+    that cannot be would end its client, and all other requests with it."""
+    try:
+        encode(submit)
+    except (TypeError, ValueError, OverflowError) as error:
+        field = next(name for name, value in asdict(submit).items() if not _is_sendable(value))
+        if isinstance(error, UnicodeEncodeError):
+            message = HALF_PAIR
+        else:
+            message = f"cannot be sent: {error}"
+        raise InvalidRequest(field, message) from None
+
+
+def _is_sendable(value: Any) -> bool:
+    try:
+        pack(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -795,7 +845,7 @@ class OpenRequests:
             request.add(collector)
             self._collectors[collector.stream] = collector
         for collector in request.collectors[accept.n :]:
-            collector.fail("invalid_request", f"The request has {accept.n} choice(s).")
+            collector.fail(InvalidRequest("n", f"The request has {accept.n} choice(s)."))
             self._collectors.pop(collector.stream, None)
         request.model = model
         if accept.seed is not None:

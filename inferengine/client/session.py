@@ -34,6 +34,7 @@ from inferengine.client.requests import (
     OutputCollector,
     PendingReply,
     SubmitOptions,
+    check_request_id,
     error_from,
     make_submit,
 )
@@ -159,6 +160,7 @@ class Session:
 
     def attach(self, request_id: bytes, cursors: Sequence[int], n: int, reply: str) -> OpenRequest:
         """Read a request on from `cursors`: what is already held of each choice."""
+        check_request_id(request_id)
         self._refuse_when_down()
         all_cursors = (*cursors, *([0] * (n - len(cursors))))
         request = self.requests.start(Attach(request_id, 0, all_cursors, reply), all_cursors)
@@ -186,6 +188,7 @@ class Session:
 
     def cancel_request(self, request_id: bytes) -> None:
         """Cancel a request by its id, whoever submitted it."""
+        check_request_id(request_id)
         request = self.requests.get(request_id)
         if request is not None and (request.held or self.phase is not Phase.UP):
             self.cancel(request.collectors)

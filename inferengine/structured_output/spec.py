@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from inferengine.config import LimitsConfig
-from inferengine.errors import InvalidRequest
+from inferengine.errors import HALF_PAIR, InvalidRequest
 
 GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "structural_tag")
 STRUCTURED_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
@@ -208,8 +208,7 @@ def _utf8_size(path: str, text: str) -> int:
     try:
         return len(text.encode())
     except UnicodeEncodeError:
-        message = "has half of a surrogate pair, which is no character: send both halves or none"
-        raise InvalidRequest(path, message) from None
+        raise InvalidRequest(path, HALF_PAIR) from None
 
 
 def _nesting(source: str) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from inferengine.client.requests import MAX_FRUITLESS, OpenRequest, error_of
 from inferengine.client.session import PATIENCE_S, Phase
+from inferengine.errors import InvalidRequest
 from inferengine.wire.messages import Accept, Attach, Bye, Cancel, Done, Goodbye, Hello, Reject, StopFound, Submit
 from tests.client.builders import INFO, SEED, WAIT_S, ScriptedEngine, code_of, finish_of, stream_of
 
@@ -58,6 +60,53 @@ def test_a_request_keeps_its_own_seed() -> None:
     engine.die()
     engine.come_back()
     assert engine.received(Submit)[0].params["seed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"text": "\ud83d"}, "text"),
+        ({"messages": [{"role": "user", "content": object()}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 2**70}]}, "messages"),
+        ({"text": "x", "label": "\ud83d"}, "label"),
+        ({"text": "x", "deadline_s": float("inf")}, "deadline_s"),
+        ({"text": "x", "prediction_ids": [-1]}, "prediction_ids"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_and_the_other_requests_go_on(options: Any, field: str) -> None:
+    """Kept, it would be sent again after a reconnect, and end the connection of all."""
+    engine = ScriptedEngine()
+    request = engine.submit()
+    with pytest.raises(InvalidRequest) as refused:
+        engine.session.submit(None, None, **options)
+    assert refused.value.field == field
+    engine.die()
+    engine.come_back()
+    assert [message.id for message in engine.received(Submit)] == [request.id]
+
+
+@pytest.mark.parametrize("request_id", [b"12", b"x" * 17, "x" * 16])
+def test_an_id_that_is_none_is_refused_here(request_id: Any) -> None:
+    """The engine's answer to it could not name the request, whose reader would wait for ever."""
+    session = ScriptedEngine().session
+    calls: list[Callable[[], Any]] = [
+        lambda: session.submit([1], None, request_id=request_id),
+        lambda: session.attach(request_id, [0], 1, "tokens"),
+        lambda: session.cancel_request(request_id),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidRequest, match="request_id: must be 16 bytes"):
+            call()
+
+
+def test_the_end_of_a_refused_request_names_the_field() -> None:
+    engine = ScriptedEngine()
+    request = engine.submit(accept=False)
+    stream = request.message.stream
+    engine.send(Reject(request.id, stream, "invalid_request", "must be a whole number", "params.max_tokens"))
+    finish = finish_of(request)
+    assert finish is not None
+    assert finish.detail == ["invalid_request", "must be a whole number", "params.max_tokens"]
 
 
 def test_ended_choices_are_not_resumed() -> None:

@@ -116,6 +116,8 @@ def test_logprobs_of_output_and_prompt_are_the_model_s(llm: LLM) -> None:
         ("x", {"max_tokens": 5}, r"must be SamplingParams\(max_tokens=16"),
         (["a", "b"], [SamplingParams()], "2 prompts and 1 parameter sets"),
         ("x", SamplingParams(temperature=9.0), "temperature: must lie in"),
+        ("x", SamplingParams(max_tokens="5"), "max_tokens: must be a whole number"),  # type: ignore[arg-type]
+        ("\ud83d", None, "prompt: has half of a surrogate pair"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_runs(llm: LLM, prompts: Any, params: Any, message: str) -> None:
@@ -125,7 +127,31 @@ def test_what_cannot_run_is_refused_before_anything_runs(llm: LLM, prompts: Any,
     assert llm.core.scheduler.stats.num_steps == steps
 
 
-@pytest.mark.parametrize("conversations", ["hi", {"role": "user", "content": "hi"}, [[{"role": "user"}]], [["hi"]]])
+def test_parameters_may_be_written_as_a_client_writes_them(llm: LLM) -> None:
+    """One stop string is a text, a bias a dictionary with ids as texts: over the wire and HTTP they mean the same."""
+    as_text = SamplingParams(max_tokens=30, temperature=0.0, stop=" a ")  # type: ignore[arg-type]
+    as_dictionary = SamplingParams(max_tokens=3, temperature=0.0, logit_bias={"7": 100})  # type: ignore[arg-type]
+    stopped, biased = llm.generate(["Once", "Once"], [as_text, as_dictionary], progress=False)
+    assert (stopped.choices[0].finish_reason, stopped.choices[0].stop) == ("stop", " a ")
+    assert biased.choices[0].token_ids == [7, 7, 7]
+
+
+def test_an_argument_that_there_is_not_is_named(llm: LLM) -> None:
+    """One that says what the output must match would be missed only in the output."""
+    with pytest.raises(TypeError, match=r"no argument guided_regx; did you mean guided_regex\?"):
+        llm.generate("x", GREEDY, progress=False, guided_regx="[0-9]")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "conversations",
+    [
+        "hi",
+        {"role": "user", "content": "hi"},
+        [[{"role": "user"}]],
+        [["hi"]],
+        [{"role": "user", "content": "\ud83d"}],
+    ],
+)
 def test_what_is_no_conversation_is_refused(llm: LLM, conversations: Any) -> None:
     with pytest.raises(InvalidRequest, match="messages"):
         llm.chat(conversations, progress=False)

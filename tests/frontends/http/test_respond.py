@@ -14,6 +14,7 @@ from frontends.common.server import Coalescer
 from frontends.http.respond import KeepAlive, PlainEvent, Relay
 from inferengine.client import Stream
 from inferengine.client.requests import Finish, OutputCollector
+from inferengine.errors import InferEngineError
 from inferengine.text import TextStream
 from tests.frontends.http.builders import TOKENIZER, ids
 
@@ -169,7 +170,7 @@ def test_an_error_is_handed_to_whoever_answers() -> None:
     async def run() -> None:
         line = Line(Socket())
         await line.feed(ids("the fox"))
-        line.collector.fail("engine_restarted", "gone")
+        line.collector.fail(InferEngineError("engine_restarted", "gone"))
         error = await line.running
         assert error is not None
         assert error.code == "engine_restarted"
