@@ -24,7 +24,8 @@ from inferengine.structured_output.schema.writer import Spacing, schema_rules, s
 # -- plain schemas -----------------------------------------------------------------------------------------------------
 
 _COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength"})
-_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_NUMBERS = _BOUNDS | {"multipleOf"}
 _AS_THEY_ARE = frozenset({"type", "enum", "const", "required"})
 _SINGLE = frozenset({"items", "additionalProperties"})
 _LISTS = frozenset({"anyOf", "allOf", "prefixItems"})
@@ -64,6 +65,8 @@ def _plain(schema: Any) -> Any:
         raise _NotPlain  # control characters have no spelling there
     if "$ref" in schema:
         return _reference(schema)
+    if _has_open_bound_within_one(schema):
+        raise _NotPlain
     found: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _SINGLE:
@@ -128,9 +131,29 @@ def _count(value: Any) -> int:
 
 
 def _number(value: Any) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > MAX_BOUND:
+    if not _is_number(value):
         raise _NotPlain
     return int(value) if value == int(value) else value
+
+
+def _has_open_bound_within_one(schema: dict[str, Any]) -> bool:
+    """Whether two bounds, one of them exclusive, share their digits before the point, such as above 0 and at most 0.5.
+    llguidance lets the exclusive one itself through where it is whole."""
+    together = {**schema, **{name: value for part in _all_of(schema) for name, value in part.items()}}
+    bounds = {name: together[name] for name in _BOUNDS if _is_number(together.get(name))}
+    lows = [bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds]
+    highs = [bounds[name] for name in ("maximum", "exclusiveMaximum") if name in bounds]
+    is_open = not bounds.keys().isdisjoint(("exclusiveMinimum", "exclusiveMaximum"))
+    return is_open and any(int(low) == int(high) for low in lows for high in highs)
+
+
+def _all_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = schema.get("allOf")
+    return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_BOUND
 
 
 TOOL_KEY = "x-tool"  # of a %json literal: the tool whose arguments it describes
