@@ -47,7 +47,7 @@ def asked_again(plain: Plain) -> dict[str, Any]:
 
 def told(embedded: Embedded, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """What /stats says of guesses once the condition holds, or after a while: it tells of the engine's last STATUS."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         figures: dict[str, Any] = embedded.http.get("/stats").json()["speculation"]
         if condition(figures) or time.monotonic() > deadline:
