@@ -147,9 +147,10 @@ class Workers:
         return self._code
 
     def _start(self, worker: int) -> None:
+        started = time.monotonic()  # before the child runs: its first beat may be its last
         pid = os.fork()
         if pid:
-            self._started[pid] = (worker, time.monotonic())
+            self._started[pid] = (worker, started)
             return
         code: int = ExitCode.CRASH
         try:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from inferengine.errors import ExitCode
 from tests.engine.builders import wait_until
 
@@ -17,6 +19,15 @@ from inferengine.process import workers
 
 folder = Path(sys.argv[1])
 workers.KILL_MARGIN_S = 1.0
+fork = os.fork
+
+def fork_and_wait():
+    pid = fork()
+    if pid and late:
+        time.sleep(0.5)
+    return pid
+
+os.fork, late = fork_and_wait, sys.argv[2] == "late"
 cells = workers.WorkerCells(1, 2)
 
 def serve(worker):
@@ -38,11 +49,16 @@ sys.exit(workers.Workers(serve, num_workers=2, sockets=[], cells=cells, frozen_a
 """
 
 
-def test_a_worker_that_does_not_turn_is_killed_and_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parent", ["at once", "late"])
+def test_a_worker_that_does_not_turn_is_killed_and_replaced(tmp_path: Path, parent: str) -> None:
+    """On a busy machine a worker may have begun, and frozen, before its parent runs again."""
+
     def lives(worker: int) -> int:
         return len(list(tmp_path.glob(f"{worker}-*")))
 
-    running = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), parent], stderr=subprocess.PIPE, text=True
+    )
     try:
         wait_until(lambda: lives(1) == 2, timeout_s=60.0)
         running.send_signal(signal.SIGTERM)
