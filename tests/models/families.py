@@ -167,6 +167,7 @@ def compare(
     *,
     seed: int = 1,
     device: str = "cpu",
+    budget: int = 16,
     build: Callable[[Config], Any] = build_executor,
 ) -> Engine:
     """Generate in chunks, from a pool so small that requests are preempted; then again with prefixes cached and draft
@@ -174,7 +175,7 @@ def compare(
     a card steps are CUDA graphs. `build` makes the executor."""
     prompts, proposer = prompts_of(case, seed), Foreknowledge()
     options: dict[str, Any] = {"proposer": proposer, "max_drafts": 3, "build": build}
-    engine = Engine(folder, budget=16, num_blocks=16, model=case.model, device=device, **options)
+    engine = Engine(folder, budget=budget, num_blocks=16, model=case.model, device=device, **options)
     if device != "cpu":
         engine.executor.warm_up(lambda phase, share: None)
     try:

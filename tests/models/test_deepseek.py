@@ -22,7 +22,7 @@ from inferengine.quantization.checkpoints import layout_of
 from tests.executor.engine import Engine
 from tests.lora.adapters import write_adapter
 from tests.models.checkpoints import greedy_reference, logits_reference, model_of, save
-from tests.models.families import CASES
+from tests.models.families import CASES, compare
 from tests.models.published import (
     PUBLISHED_K2,
     PUBLISHED_MOONLIGHT,
@@ -173,6 +173,15 @@ def test_the_cache_is_as_large_as_the_plan_says(tmp_path):
     layers = engine.executor.kv.layers
     assert [tuple(layer.shape) for layer in layers] == [(11, 1, 1, 8, 24)] * 2
     assert engine.executor.kv.num_bytes == 11 * 8 * engine.executor.config.kv_bytes_per_token(0, 4)
+
+
+@pytest.mark.parametrize("case", [V2, LITE, V3], ids=["V2", "V2-Lite", "V3"])
+def test_whole_prompts_with_preemption_cached_prefixes_and_draft_tokens(case, tmp_path):
+    """tests/models/test_families.py cuts prompts into chunks that are computed as decodes are."""
+    model = model_of(case.config, case.values)
+    engine = compare(save(model, tmp_path), model, case, budget=64)
+    assert engine.core.scheduler.stats.num_preemptions > 0
+    assert engine.core.scheduler.stats.num_cached_tokens > 0
 
 
 @pytest.mark.parametrize("case", [LITE, V3], ids=["V2-Lite", "V3"])
