@@ -499,6 +499,8 @@ def _mark(name: str) -> float:
 ANY = "*"
 _NAME = re.compile(r"[a-z0-9_.-]{1,253}")
 _PORT = re.compile(r":\d{0,5}")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:\d{1,5})?")
+_DEFAULT_PORT = re.compile(r"^(http:.*):80$|^(https:.*):443$")
 _PAGE_HEAD = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>Not allowed · InferEngine</title>
@@ -639,6 +641,17 @@ def read_names(section: str, text: str) -> list[str]:
                 f"{section}.allowed_hosts", f"{name[:100]!r} is no host name: write names without scheme, port or path"
             )
     return [name.strip("[]") for name in names]
+
+
+def read_origins(key: str, text: str) -> tuple[str, ...]:
+    """Return the web origins of the comma-separated setting `key`, as browsers write them. Raises ConfigError for
+    anything else: it would never match."""
+    origins = [item.strip().lower().rstrip("/") for item in text.split(",") if item.strip()]
+    for origin in origins:
+        if origin not in (ANY, "null") and not _ORIGIN.fullmatch(origin):
+            shown = f"{origin[:100]!r} is no origin: write https://app.example.com, or http://app.example.com:3000"
+            raise ConfigError(key, f"{shown}, with commas between several")
+    return tuple(_DEFAULT_PORT.sub(r"\1\2", origin) for origin in origins)
 
 
 def is_named(host: str, names: Iterable[str]) -> bool:

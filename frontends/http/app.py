@@ -17,7 +17,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from frontends.common.auth import AllowedHosts, HostMiddleware, KeyRing, Quotas, public_ports, read_keys, read_names
+from frontends.common.auth import (
+    AllowedHosts,
+    HostMiddleware,
+    KeyRing,
+    Quotas,
+    public_ports,
+    read_keys,
+    read_names,
+    read_origins,
+)
 from frontends.common.errors import error_object, report, retry_after, unexpected
 from frontends.http import ollama
 from frontends.http.anthropic import count_tokens, messages
@@ -35,7 +44,7 @@ from frontends.http.routes.tokenize import detokenize, tokenize
 from frontends.http.state import HttpState
 from frontends.http.telemetry import HttpMetrics
 from inferengine.client import EnginePool
-from inferengine.config import Config, HttpConfig, engine_addresses, load_balancing
+from inferengine.config import Config, engine_addresses, load_balancing
 from inferengine.errors import InferEngineError
 from inferengine.observability.tracing import Tracing, make_tracing
 from inferengine.wire.curve import client_keys
@@ -156,7 +165,8 @@ def make_app(service: HttpState, listeners: Sequence[socket.socket] = ()) -> ASG
     app.state.service = service
     app.router.redirect_slashes = False  # a redirected POST loses its body in many clients
     http = service.config.http
-    hosts = AllowedHosts("http", read_names("http", http.allowed_hosts), _origins(http), public_ports(listeners))
+    origins = read_origins("http.cors_origins", http.cors_origins)
+    hosts = AllowedHosts("http", read_names("http", http.allowed_hosts), origins, public_ports(listeners))
     guarded = HostMiddleware(app, hosts, service.keys, service.metrics.refusals)
     counted = RequestMiddleware(
         guarded, service.metrics, service.config.http.max_header_bytes, service.tracing, service.off_loop.give_back_soon
@@ -196,12 +206,8 @@ async def _failed(request: Request, error: Exception) -> Response:
     return JsonBytes({"error": error_object(unexpected())}, 500)
 
 
-def _origins(http: HttpConfig) -> list[str]:
-    return [origin.strip() for origin in http.cors_origins.split(",") if origin.strip()]
-
-
 def _cors(config: Config) -> list[Middleware]:
-    origins = _origins(config.http)
+    origins = read_origins("http.cors_origins", config.http.cors_origins)
     if not origins:
         return []
     return [

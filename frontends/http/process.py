@@ -19,7 +19,7 @@ from pathlib import Path
 import uvicorn
 from sse_starlette.sse import AppStatus
 
-from frontends.common.auth import KeyRing, Quotas, check_protection, read_keys, read_names, tls_files
+from frontends.common.auth import KeyRing, Quotas, check_protection, read_keys, read_names, read_origins, tls_files
 from frontends.common.server import ConnectionLimits, FrontendServer, collect_garbage_rarely, raise_file_limit
 from frontends.http.app import make_app, make_metrics, make_quotas, make_service
 from frontends.http.openai.response_store import make_database, remove_database
@@ -148,6 +148,7 @@ def run_http(config: Config, reload: Reload | None = None) -> int:
     keys = read_keys(config.auth.keys_file)
     check_protection("http", sockets, keys, allow_public=config.http.allow_public)
     read_names("http", config.http.allowed_hosts)
+    read_origins("http.cors_origins", config.http.cors_origins)
     tls_files("http", config.http.tls_certificate, config.http.tls_key)
     logger.info("listening", extra={"fields": {"address": address, "workers": config.http.workers}})
     shared = Shared(sockets, make_metrics(config.http.workers), keys, make_quotas(config, keys))

@@ -24,12 +24,21 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 
-from frontends.common.auth import AllowedHosts, HostMiddleware, KeyRing, Quotas, public_ports, read_keys, read_names
+from frontends.common.auth import (
+    AllowedHosts,
+    HostMiddleware,
+    KeyRing,
+    Quotas,
+    public_ports,
+    read_keys,
+    read_names,
+    read_origins,
+)
 from frontends.common.engine_stats import CONTENT_TYPE, metrics_text, stats_document
 from frontends.common.errors import error_object
 from frontends.common.model import ModelContext
 from frontends.common.resumable import Registry
-from frontends.websocket.connection import SOCKET_PATH, SocketEndpoint, SocketMetrics, presented_key, read_origins
+from frontends.websocket.connection import SOCKET_PATH, SocketEndpoint, SocketMetrics, presented_key
 from frontends.websocket.engine_state import EngineState
 from frontends.websocket.socket_request import Services
 from inferengine.client import EnginePool
@@ -115,7 +124,7 @@ class WebsocketFrontEnd:
             lifespan=self.lifespan,
         )
         ws = self._config.ws
-        names, origins = read_names("ws", ws.allowed_hosts), read_origins(ws.origins)
+        names, origins = read_names("ws", ws.allowed_hosts), read_origins("ws.origins", ws.origins)
         hosts = AllowedHosts("ws", names, origins, public_ports(listeners))
         return HostMiddleware(app, hosts, self.keys, self._metrics.refusals)
 

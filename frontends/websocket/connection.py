@@ -36,7 +36,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from frontends.common.auth import KeyRing, Quotas, is_named, read_names
+from frontends.common.auth import KeyRing, Quotas, is_named, read_names, read_origins
 from frontends.common.engine_stats import NUM_CELLS, ResumeCells
 from frontends.common.errors import report, scrubbed, unexpected
 from frontends.common.json import LARGE, refuse_half_pairs
@@ -352,7 +352,7 @@ class SocketEndpoint:
         self._engine_state = engine_state
         self._keys, self._quotas, self._metrics = keys, quotas, metrics
         self._max_sockets = config.ws.max_sockets
-        self._origins = read_origins(config.ws.origins)
+        self._origins = read_origins("ws.origins", config.ws.origins)
         self._host_names = read_names("ws", config.ws.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -419,11 +419,6 @@ def presented_key(headers: Mapping[str, str], subprotocols: Sequence[str]) -> st
 def without_key_subprotocols(subprotocols: Sequence[str]) -> list[str]:
     """Return the subprotocols that name a protocol."""
     return [name for name in subprotocols if not name.startswith(KEY_SUBPROTOCOL)]
-
-
-def read_origins(text: str) -> tuple[str, ...]:
-    """Return the origins of a comma-separated list."""
-    return tuple(item.strip().rstrip("/").lower() for item in text.split(",") if item.strip())
 
 
 def may_connect(origin: str | None, host: str | None, listed: Sequence[str], names: Sequence[str] = ()) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import uvicorn
 
-from frontends.common.auth import check_protection, read_names, tls_files
+from frontends.common.auth import check_protection, read_names, read_origins, tls_files
 from frontends.common.server import ConnectionLimits, FrontendServer, collect_garbage_rarely, raise_file_limit
 from frontends.websocket.app import SharedState, WebsocketFrontEnd, make_shared
 from frontends.websocket.channel import FramesProtocol
@@ -55,6 +55,7 @@ def run_websocket(config: Config, reload: Reload | None = None) -> int:
     check_protection("ws", [listener], shared.keys, allow_public=config.ws.allow_public)
     tls_files("ws", config.ws.tls_certificate, config.ws.tls_key)
     read_names("ws", config.ws.allowed_hosts)
+    read_origins("ws.origins", config.ws.origins)
     host, port = listener.getsockname()[:2]
     logger.info("listening on %s port %s", host, port)
     signs = SignsOfLife(f"listening on {host} port {port}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from frontends.common.auth import AllowedHosts, public_ports, read_names
+from frontends.common.auth import AllowedHosts, public_ports, read_names, read_origins
 from inferengine.errors import ConfigError, InferEngineError
 
 LOOPBACK = ("127.0.0.1", 8000)
@@ -84,6 +84,32 @@ def test_listed_names_are_answered_and_those_below_a_star() -> None:
 
 def test_a_listed_origin_s_host_is_a_name_of_the_server_too() -> None:
     assert refusal(hosts(origins=("https://chat.example",)), "chat.example", "https://chat.example") is None
+
+
+@pytest.mark.parametrize(
+    ("listed", "as_sent"),
+    [
+        ("https://Chat.Example/", "https://chat.example"),
+        ("http://chat.example:3000, https://b.example", "http://chat.example:3000"),
+        ("https://chat.example:443", "https://chat.example"),
+        ("http://chat.example:80", "http://chat.example"),
+        ("http://[::2]:3000", "http://[::2]:3000"),
+        ("tauri://app.example", "tauri://app.example"),
+        ("null", "null"),
+        ("*", "*"),
+    ],
+)
+def test_an_origin_is_listed_as_browsers_send_it(listed: str, as_sent: str) -> None:
+    assert as_sent in read_origins("http.cors_origins", listed)
+
+
+@pytest.mark.parametrize(
+    "text", ["chat.example", "https://chat.example/page", "https://*.example", '["https://chat.example"]', "https://"]
+)
+def test_what_is_no_origin_is_refused_with_what_to_write(text: str) -> None:
+    """It would match no page, whose refusal says to list it."""
+    with pytest.raises(ConfigError, match=r"ws.origins: .* is no origin: write https://app.example.com"):
+        read_origins("ws.origins", text)
 
 
 def test_a_star_takes_any_name() -> None:

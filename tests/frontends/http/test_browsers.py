@@ -15,7 +15,7 @@ def test_other_origins_may_not_read_answers_unless_configured(served: House) -> 
 
 
 def test_a_configured_origin_may() -> None:
-    with house(http={"cors_origins": "http://page.example, http://other.example"}) as built:
+    with house(http={"cors_origins": "http://Page.example:80/, http://other.example"}) as built:
         asked = {"origin": "http://page.example", "access-control-request-method": "POST"}
         preflight = built.http.options("/v1/completions", headers=asked)
         assert preflight.headers["access-control-allow-origin"] == "http://page.example"

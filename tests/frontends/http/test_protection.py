@@ -79,6 +79,14 @@ def test_a_file_that_is_not_there_is_named(flag: str, complaint: str) -> None:
     assert complaint in ended.stderr
 
 
+@pytest.mark.parametrize(("name", "key"), [("http", "http.cors_origins"), ("ws", "ws.origins")])
+def test_an_origin_without_its_scheme_is_refused_at_start(name: str, key: str) -> None:
+    ended = run(name, f"--{key}", "app.example")
+    assert ended.returncode == ExitCode.USAGE
+    assert key in ended.stderr
+    assert "write https://" in ended.stderr
+
+
 @pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl to make a certificate with")
 @pytest.mark.parametrize("name", ["http", "ws"])
 def test_tls_is_served(name: str, tmp_path: Path) -> None:

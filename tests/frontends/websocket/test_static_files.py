@@ -9,9 +9,9 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from frontends.common.auth import read_names
+from frontends.common.auth import read_names, read_origins
 from frontends.websocket.app import CLIENT, FOLDER
-from frontends.websocket.connection import may_connect, read_origins
+from frontends.websocket.connection import may_connect
 from frontends.websocket.frames import GenerateFrame
 from tests.frontends.websocket.builders import make_engine, open_socket, serving
 
@@ -144,11 +144,11 @@ def test_an_unknown_subprotocol_is_refused(server):
     ],
 )
 def test_origins(origin, host, allowed):
-    assert may_connect(origin, host, read_origins("https://chat.example/, ")) is allowed
+    assert may_connect(origin, host, read_origins("ws.origins", "https://chat.example/, ")) is allowed
 
 
 def test_a_star_allows_every_origin():
-    assert may_connect("https://evil.example", "127.0.0.1:8001", read_origins("*"))
+    assert may_connect("https://evil.example", "127.0.0.1:8001", read_origins("ws.origins", "*"))
 
 
 @pytest.mark.parametrize(
