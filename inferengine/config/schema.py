@@ -8,6 +8,7 @@ An unknown key anywhere is an error that names it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import typing
@@ -632,5 +633,6 @@ def _apply(config: Config, values: Mapping[str, Any], source: str, place: str = 
     return dataclasses.replace(config, **sections)
 
 
+@functools.cache  # evaluating the annotations takes a millisecond, for each section of each configuration
 def _section_type(name: str) -> type[Any]:
     return typing.cast("type[Any]", typing.get_type_hints(Config)[name])
