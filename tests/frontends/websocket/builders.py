@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import queue
 import socket
@@ -17,6 +18,7 @@ import msgpack
 from websockets.sync.client import ClientConnection, connect
 
 from frontends.common.server import FrontendServer as AcceptingServer
+from frontends.websocket import app as websocket_app
 from frontends.websocket.app import SOCKET_PATH, WebsocketFrontEnd
 from frontends.websocket.channel import JSON_SUBPROTOCOL, MSGPACK_SUBPROTOCOL
 from frontends.websocket.process import server_config
@@ -28,8 +30,12 @@ from tests.frontends.scripted_engine import EOS, Script, ScriptedEngine, model_i
 from tests.text.vocabularies import byte_level, sentencepiece
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
-WAIT_S = 20.0  # far more than anything takes; only a failing test waits so long
+WAIT_S = 60.0  # far more than anything takes; only a failing test waits so long
 ANSWER = "The quick brown fox 🎉 jumps over 你好 the lazy dog, and then it rests. "
+
+
+# A front end compresses the page's files when it starts, 40 ms of processor time; those of one test process do it once.
+websocket_app._read = functools.cache(websocket_app._read)
 
 
 def model_files(kind: str = "byte_level") -> dict[str, bytes]:
@@ -105,7 +111,7 @@ class FrontendServer:
     def stop(self) -> None:
         """Any number of times."""
         self._server.should_exit = True
-        self._thread.join(10)
+        self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
 
     def _run(self) -> None:
