@@ -70,7 +70,7 @@ def make_engine(folder: Path, text: Callable[[str, int], str] | None = None, **o
     return ScriptedEngine(address, script, files=files, info=info, **settings)
 
 
-class FrontendServer:
+class Server:
     """One front end at work."""
 
     def __init__(self, front_end: WebsocketFrontEnd, config: Config, port: int) -> None:
@@ -124,12 +124,12 @@ class FrontendServer:
 
 
 @contextlib.contextmanager
-def serving(engine: ScriptedEngine | str, port: int = 0, **sections: Any) -> Iterator[FrontendServer]:
+def serving(engine: ScriptedEngine | str, port: int = 0, **sections: Any) -> Iterator[Server]:
     """A front end for `engine` (or an address), ready to be asked."""
     address = engine if isinstance(engine, str) else engine.address
     tracing = sections.pop("tracing", None)
     config = Config().with_values(wire={"socket": address, **sections.pop("wire", {})}, **sections)
-    server = FrontendServer(WebsocketFrontEnd(config, tracing=tracing), config, port)
+    server = Server(WebsocketFrontEnd(config, tracing=tracing), config, port)
     server.start()
     try:
         if isinstance(engine, ScriptedEngine):
@@ -242,7 +242,7 @@ class Reading:
 
 
 @contextlib.contextmanager
-def open_socket(server: FrontendServer, *, binary: bool = False, **options: Any) -> Iterator[Socket]:
+def open_socket(server: Server, *, binary: bool = False, **options: Any) -> Iterator[Socket]:
     protocol = MSGPACK_SUBPROTOCOL if binary else JSON_SUBPROTOCOL
     with connect(
         f"ws://127.0.0.1:{server.port}{SOCKET_PATH}", subprotocols=[protocol], compression=None, **options
