@@ -58,7 +58,7 @@ from inferengine.errors import ConfigError, InferEngineError
 if TYPE_CHECKING:  # `inferengine keygen` uses this file where the packages of the front ends are not installed
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from frontends.common.server import RefusalMetrics
+    from frontends.common.connection_limits import RefusalMetrics
 
 logger = logging.getLogger(__name__)
 

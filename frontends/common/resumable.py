@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgpack
 
-from frontends.common.server import Coalescer
+from frontends.common.event_loop import Coalescer
 from inferengine.client import Delta, Finish, TokenLogprobs
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams

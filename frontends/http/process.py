@@ -20,7 +20,9 @@ import uvicorn
 from sse_starlette.sse import AppStatus
 
 from frontends.common.auth import KeyRing, Quotas, check_protection, read_keys, read_names, read_origins, tls_files
-from frontends.common.server import ConnectionLimits, FrontendServer, collect_garbage_rarely, raise_file_limit
+from frontends.common.connection_limits import ConnectionLimits, raise_file_limit
+from frontends.common.event_loop import collect_garbage_rarely
+from frontends.common.server import FrontendServer
 from frontends.http.app import make_app, make_metrics, make_quotas, make_service
 from frontends.http.openai.response_store import make_database, remove_database
 from frontends.http.state import HttpState

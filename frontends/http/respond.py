@@ -28,9 +28,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from frontends.common.errors import report, unexpected
+from frontends.common.event_loop import Coalescer
 from frontends.common.generation import ChoiceOutput, Output, Piece, RequestOutput, Usage
 from frontends.common.json import dumps, quote
-from frontends.common.server import Coalescer
 from frontends.http.detached import StreamReader, StreamState
 from frontends.http.state import HttpState, RunningCall
 from frontends.http.telemetry import describe

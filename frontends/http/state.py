@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from frontends.common.auth import ANYBODY, ApiKey, KeyRing, Quotas
+from frontends.common.event_loop import AdmissionThrottle, Coalescer
 from frontends.common.generation import Submitter
 from frontends.common.json import OffLoop, read_flag
 from frontends.common.model import ModelContext, ServedModel
 from frontends.common.resumable import Registry, RequestMetadata
-from frontends.common.server import AdmissionThrottle, Coalescer
 from frontends.http.detached import LogSubmitter, StreamState, new_stream
 from frontends.http.openai.batch_runner import BatchRunner
 from frontends.http.openai.batch_store import BatchStore, store_folder, store_limits

@@ -17,9 +17,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
+from frontends.common.connection_limits import RefusalMetrics
 from frontends.common.engine_stats import NUM_CELLS, ResumeCells
 from frontends.common.generation import RequestOutput, Submitter
-from frontends.common.server import RefusalMetrics
 from inferengine.client import Embedding, Submission
 from inferengine.observability.tracing import PROVIDER, Span, Tracing
 from inferengine.process.workers import WorkerCells

@@ -37,10 +37,10 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from frontends.common.auth import KeyRing, Quotas, is_named, read_names, read_origins
+from frontends.common.connection_limits import RefusalMetrics
 from frontends.common.engine_stats import NUM_CELLS, ResumeCells
 from frontends.common.errors import report, scrubbed, unexpected
 from frontends.common.json import LARGE, refuse_half_pairs
-from frontends.common.server import RefusalMetrics
 from frontends.websocket.channel import (
     FRAMES,
     JSON_SUBPROTOCOL,

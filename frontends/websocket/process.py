@@ -19,7 +19,9 @@ from collections.abc import Callable, Sequence
 import uvicorn
 
 from frontends.common.auth import check_protection, read_names, read_origins, tls_files
-from frontends.common.server import ConnectionLimits, FrontendServer, collect_garbage_rarely, raise_file_limit
+from frontends.common.connection_limits import ConnectionLimits, raise_file_limit
+from frontends.common.event_loop import collect_garbage_rarely
+from frontends.common.server import FrontendServer
 from frontends.websocket.app import SharedState, WebsocketFrontEnd, make_shared
 from frontends.websocket.channel import FramesProtocol
 from inferengine.config import Config

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 from frontends.common.auth import ANYBODY, ApiKey, Quotas
 from frontends.common.chat import finish_reason
+from frontends.common.event_loop import AdmissionThrottle
 from frontends.common.generation import ChoiceOutput, Piece, draft_token_counts, finite_logprob, token_text
 from frontends.common.json import OffLoop
 from frontends.common.model import ModelContext, ServedModel
 from frontends.common.resumable import ChoiceLog, Registry, RequestLog, unpack_metadata
-from frontends.common.server import AdmissionThrottle
 from frontends.websocket.channel import SendChannel, SocketGone
 from frontends.websocket.frames import (
     GenerateFrame,

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from inferengine.engine.io import endpoint as engine_endpoint
+from inferengine.engine.io import lost_connections
 from tests.engine.builders import address_of, check_idle, run_service
 
 FILE = Path(__file__).resolve().parents[2] / "scripts" / "fuzz_wire.py"
@@ -31,7 +31,7 @@ def fuzz() -> ModuleType:
 def test_mutated_messages_harm_neither_the_engine_nor_another_client(
     fuzz: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_endpoint, "MIN_INTERVAL_S", 2.0)  # a minute otherwise, which the test would wait for
+    monkeypatch.setattr(lost_connections, "MIN_INTERVAL_S", 2.0)  # a minute otherwise, which the test would wait for
     with run_service(wire={"heartbeat_s": 0.2, "stall_limit_s": 2.0, "resume_ttl_s": 1.0}) as service:
         report = fuzz.run(
             address_of(service),

@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from inferengine.client import Client
-from inferengine.engine.io import endpoint as engine_endpoint
-from inferengine.engine.io.endpoint import LostConnections
+from inferengine.engine.io import lost_connections
+from inferengine.engine.io.lost_connections import LostConnections
 from inferengine.engine.service import EngineService
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire import messages
@@ -29,8 +29,8 @@ QUIET_S = 0.3
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_endpoint, "UNNOTICED_S", QUIET_S)
-    monkeypatch.setattr(engine_endpoint, "CHECK_S", 0.05)
+    monkeypatch.setattr(lost_connections, "UNNOTICED_S", QUIET_S)
+    monkeypatch.setattr(lost_connections, "CHECK_S", 0.05)
 
 
 def descriptors() -> int:
@@ -81,7 +81,7 @@ def assert_served(engine: EngineService, *addresses: str) -> None:
 
 
 def test_running_requests_go_on_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_endpoint, "MAX_LOST", PAIRS)
+    monkeypatch.setattr(lost_connections, "MAX_LOST", PAIRS)
     with run_held() as (engine, device):
         client = Client(address_of(engine))
         try:
@@ -114,19 +114,19 @@ def test_a_few_wait_for_the_end_of_what_runs() -> None:
 def test_a_client_that_leaves_few_again_and_again_ends_others_connections_once_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_endpoint, "MAX_LOST", PAIRS)
+    monkeypatch.setattr(lost_connections, "MAX_LOST", PAIRS)
     with run_service() as engine:
         leave_forgotten(address_of(engine), 2)
         wait_until(lambda: engine.io.lost_connections.num_renewals == 1)
         leave_forgotten(address_of(engine), 2)
         time.sleep(3 * QUIET_S)
         assert engine.io.lost_connections.num_renewals == 1
-        monkeypatch.setattr(engine_endpoint, "MIN_INTERVAL_S", 0.5)
+        monkeypatch.setattr(lost_connections, "MIN_INTERVAL_S", 0.5)
         wait_until(lambda: engine.io.lost_connections.num_renewals == 2)
 
 
 def test_many_are_closed_at_once_however_short_ago_the_last_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_endpoint, "MAX_LOST", PAIRS)
+    monkeypatch.setattr(lost_connections, "MAX_LOST", PAIRS)
     with run_service() as engine:
         leave_forgotten(address_of(engine), 2)
         wait_until(lambda: engine.io.lost_connections.num_renewals == 1)

@@ -32,8 +32,9 @@ from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Finished
 from inferengine.engine.counters import Counters
 from inferengine.engine.io.connections import TICK_S, Connections
-from inferengine.engine.io.endpoint import Endpoint, LostConnections
+from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.io.intake import Intake
+from inferengine.engine.io.lost_connections import LostConnections
 from inferengine.engine.io.publisher import Publisher, SendResult, record_choice
 from inferengine.engine.kv_events import KVEventPublisher
 from inferengine.engine.lifecycle import Lifecycle, Shutdown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from frontends.common.server import AdmissionThrottle
+from frontends.common.event_loop import AdmissionThrottle
 
 
 async def begin(throttle: AdmissionThrottle, name: str, log: list[str]) -> None:

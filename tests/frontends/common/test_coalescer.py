@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from frontends.common.server import SLICE_S, Coalescer
+from frontends.common.event_loop import SLICE_S, Coalescer
 
 
 class Reader:

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import uvicorn
 
-from frontends.common.server import (
+from frontends.common.connection_limits import (
     BODY,
     HEAD,
     IDLE,
     ConnectionLimits,
     ConnectionTracker,
-    FrontendServer,
     RefusalMetrics,
     TrackedConnection,
     raise_file_limit,
     room_for_connections,
 )
+from frontends.common.server import FrontendServer
 from inferengine.errors import InferEngineError
 
 LIMITS = ConnectionLimits(header_s=10, body_progress_s=15, idle_s=75, most=8)

@@ -13,7 +13,8 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from frontends.common.server import FrontendServer, HttpProtocol, TrackedConnection
+from frontends.common.connection_limits import TrackedConnection
+from frontends.common.server import FrontendServer, HttpProtocol
 from tests.frontends.common.test_server import application
 from tests.frontends.garbage import without_collector
 

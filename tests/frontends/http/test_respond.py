@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from frontends.common.event_loop import Coalescer
 from frontends.common.generation import ChoiceOutput, Piece
-from frontends.common.server import Coalescer
 from frontends.http.respond import KeepAlive, PlainEvent, Relay
 from inferengine.client import Stream
 from inferengine.client.requests import Finish, OutputCollector

@@ -9,8 +9,9 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.server import ServerProtocol
 
+from frontends.common.connection_limits import TrackedConnection
 from frontends.common.generation import ChoiceOutput
-from frontends.common.server import HttpProtocol, TrackedConnection
+from frontends.common.server import HttpProtocol
 from frontends.websocket.channel import FramesProtocol, SendChannel
 from frontends.websocket.connection import SocketConnection
 from frontends.websocket.socket_request import ChoiceWriter, SocketRequest
