@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from inferengine.config import Config, visible_cards
+from inferengine.core.scheduler.scheduler_state import SchedulerSnapshot
 from inferengine.engine.counters import Counters
 from inferengine.engine.io.publisher import Publisher
 from inferengine.engine.lifecycle import Lifecycle
@@ -178,36 +179,12 @@ class StatsReporter:
             "corrupted_requests": stats.num_corrupted,
             "adapters": self._adapter_requests(snapshot.running_adapters),
             "histograms": {**values["histograms"], **snapshot.block_ages},
-            "speculation": {
-                "method": engine.speculation_method,
-                "verified": snapshot.num_verified,
-                "drafted": snapshot.num_drafted,
-                "accepted": snapshot.num_drafts_accepted,
-                "acceptance_rate": snapshot.acceptance_rate,
-                "mean_accepted_length": snapshot.mean_accepted_length,
-                "accepted_by_position": {
-                    str(place): count for place, count in enumerate(snapshot.drafts_accepted_by_position)
-                },
-            },
+            "speculation": _speculation(engine.speculation_method, snapshot),
             "upstreams": loop.upstreams,
             "roofline": loop.roofline.to_map() if loop.roofline is not None else {},
             "prefix_cache_queries": snapshot.num_prefix_lookup_tokens,
             "prefix_cache_hits": snapshot.num_prefix_hit_tokens,
-            "cache": {
-                "page_size": snapshot.block_size,
-                "max_pages": snapshot.num_blocks,
-                "used_pages": snapshot.num_blocks_held,
-                "free_pages": snapshot.num_blocks_free + snapshot.num_blocks_cached,
-                "cached_pages": snapshot.num_blocks_cached,
-                "active_sequences": snapshot.num_running,
-                "pressure_events": stats.num_failed_allocations,
-                "evictions": snapshot.num_evictions,
-                "utilization": snapshot.kv_usage,
-                "internal_fragmentation": snapshot.internal_fragmentation,
-                "policy": self._config.cache.eviction,
-                "swapped_out_pages": snapshot.num_blocks_swapped_out,
-                "swapped_in_pages": snapshot.num_blocks_swapped_in,
-            },
+            "cache": _cache(snapshot, stats.num_failed_allocations, self._config.cache.eviction),
         }
 
     def _adapter_requests(self, running: Sequence[int]) -> dict[str, Any]:
@@ -294,3 +271,35 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(CLIENT_TIMEOUT_S)
+
+
+def _speculation(method: str, snapshot: SchedulerSnapshot) -> dict[str, Any]:
+    """The part `speculation`: how many draft tokens there were, and how many the model confirmed."""
+    return {
+        "method": method,
+        "verified": snapshot.num_verified,
+        "drafted": snapshot.num_drafted,
+        "accepted": snapshot.num_drafts_accepted,
+        "acceptance_rate": snapshot.acceptance_rate,
+        "mean_accepted_length": snapshot.mean_accepted_length,
+        "accepted_by_position": {str(place): count for place, count in enumerate(snapshot.drafts_accepted_by_position)},
+    }
+
+
+def _cache(snapshot: SchedulerSnapshot, num_failed_allocations: int, policy: str) -> dict[str, Any]:
+    """The part `cache`: what the blocks of the KV cache hold. Its keys call a block a page."""
+    return {
+        "page_size": snapshot.block_size,
+        "max_pages": snapshot.num_blocks,
+        "used_pages": snapshot.num_blocks_held,
+        "free_pages": snapshot.num_blocks_free + snapshot.num_blocks_cached,
+        "cached_pages": snapshot.num_blocks_cached,
+        "active_sequences": snapshot.num_running,
+        "pressure_events": num_failed_allocations,
+        "evictions": snapshot.num_evictions,
+        "utilization": snapshot.kv_usage,
+        "internal_fragmentation": snapshot.internal_fragmentation,
+        "policy": policy,
+        "swapped_out_pages": snapshot.num_blocks_swapped_out,
+        "swapped_in_pages": snapshot.num_blocks_swapped_in,
+    }

@@ -201,8 +201,26 @@ def read_rope(
 ) -> RopeConfig:
     """Read the rotation, from `rope_parameters` (transformers 5; by layer type for some models) or from `rope_theta`
     with `rope_scaling` (before). `partial` is the default share of a head that turns, which a config of the family may
-    set; None: all of it, always. `interleaved`: neighbours turn together. `own_keys` are
-    read by the family."""
+    set; None: all of it, always. `interleaved`: neighbours turn together. `own_keys` are read by the family."""
+    rope = _rope_reader(config, layer_type, default_theta)
+    kind = str(rope.value("rope_type") or rope.value("type") or "default")
+    rope.value("type")
+    for key in own_keys:
+        rope.value(key)
+    rotary_dim = _rotary_dim(config, rope, head_dim, partial)
+    theta = rope.number("rope_theta", default_theta)
+    if kind in ("longrope", "su"):
+        result = _longrope(config, rope, theta, head_dim, max_position, rotary_dim)
+    else:
+        result = _rope_of_kind(rope, kind, theta, head_dim, max_position)
+    rope.finish()
+    if head_dim % 2:
+        raise refused(f"{config.where}: head_dim = {head_dim} must be even for rotary embeddings")
+    return dataclasses.replace(result, rotary_dim=0 if rotary_dim == head_dim else rotary_dim, interleaved=interleaved)
+
+
+def _rope_reader(config: ConfigReader, layer_type: str | None, default_theta: float) -> ConfigReader:
+    """Read the object that describes the rotation, of one layer type where it has several."""
     name = "rope_scaling" if config.value("rope_parameters") is None else "rope_parameters"
     values = config.value(name)
     if isinstance(values, dict) and layer_type is not None and layer_type in values:
@@ -213,22 +231,20 @@ def read_rope(
     if name == "rope_scaling":
         values.setdefault("rope_theta", config.number("rope_theta", default_theta))
     config.value("rope_theta"), config.value("rope_scaling")  # transformers 5 may repeat what rope_parameters says
-    rope = ConfigReader(values, f"{config.where}: {name}")
-    kind = str(rope.value("rope_type") or rope.value("type") or "default")
-    rope.value("type")
-    for key in own_keys:
-        rope.value(key)
-    rotary_dim = _rotary_dim(config, rope, head_dim, partial)
-    theta = rope.number("rope_theta", default_theta)
+    return ConfigReader(values, f"{config.where}: {name}")
+
+
+def _rope_of_kind(rope: ConfigReader, kind: str, theta: float, head_dim: int, max_position: int) -> RopeConfig:
+    """Read the fields of one kind of rotation. Raises for a kind that is not supported."""
     if kind == "default":
         rope.value("factor"), rope.value("original_max_position_embeddings")
-        result = RopeConfig(theta, head_dim)
-    elif kind == "linear":
-        result = RopeConfig(theta, head_dim, kind, factor=rope.number("factor"))
-    elif kind == "dynamic":
+        return RopeConfig(theta, head_dim)
+    if kind == "linear":
+        return RopeConfig(theta, head_dim, kind, factor=rope.number("factor"))
+    if kind == "dynamic":
         rope.value("original_max_position_embeddings")
-        result = RopeConfig(theta, head_dim, kind, factor=rope.number("factor"), original_max_position=max_position)
-    elif kind == "llama3":
+        return RopeConfig(theta, head_dim, kind, factor=rope.number("factor"), original_max_position=max_position)
+    if kind == "llama3":
         result = RopeConfig(
             theta,
             head_dim,
@@ -240,8 +256,9 @@ def read_rope(
         )
         if result.high_freq_factor <= result.low_freq_factor:
             raise refused(f"{rope.where}: high_freq_factor must be above low_freq_factor")
-    elif kind == "yarn":
-        result = RopeConfig(
+        return result
+    if kind == "yarn":
+        return RopeConfig(
             theta,
             head_dim,
             kind,
@@ -254,16 +271,9 @@ def read_rope(
             mscale_all_dim=rope.optional_number("mscale_all_dim", zero=True),
             truncate=rope.flag("truncate", True),
         )
-    elif kind in ("longrope", "su"):
-        result = _longrope(config, rope, theta, head_dim, max_position, rotary_dim)
-    else:
-        raise refused(
-            f"{rope.where}: rope_type = {kind!r} is not supported; default, linear, dynamic, llama3, yarn, longrope are"
-        )
-    rope.finish()
-    if head_dim % 2:
-        raise refused(f"{config.where}: head_dim = {head_dim} must be even for rotary embeddings")
-    return dataclasses.replace(result, rotary_dim=0 if rotary_dim == head_dim else rotary_dim, interleaved=interleaved)
+    raise refused(
+        f"{rope.where}: rope_type = {kind!r} is not supported; default, linear, dynamic, llama3, yarn, longrope are"
+    )
 
 
 def _rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int, partial: float | None) -> int:
