@@ -28,6 +28,8 @@ import sys
 import tempfile
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -264,58 +266,61 @@ def memory_mib(pid: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
-def measure(
-    arguments: argparse.Namespace, mode: str, step_s: float, port: int, streams: int, tokens: int
-) -> dict[str, Any]:
+@contextmanager
+def front_end(kind: str, port: int, num_workers: int, step_s: float, tokens: int) -> Iterator[tuple[list[int], Any]]:
+    """Run a front end ("http" or "ws") and an engine without a model, which sends a token each `step_s`. Yields the
+    process ids of its workers, and the array in which the engine notes when it sent each of `tokens` tokens."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
         processes = multiprocessing.get_context("spawn")
         sent_s = processes.Array("d", tokens, lock=False)
         peer = processes.Process(target=run_peer, args=(address, step_s, sent_s), daemon=True)
         peer.start()
-        command = [sys.executable, "-m", "inferengine.cli", "http"]
-        flags = ["--wire.socket", address, "--http.port", str(port), "--log.level", "error"]
-        flags += ["--http.workers", str(arguments.workers)]
-        server = subprocess.Popen([*command, *flags])
+        command = [sys.executable, "-m", "inferengine.cli", kind, "--wire.socket", address, "--log.level", "error"]
+        server = subprocess.Popen([*command, f"--{kind}.port", str(port), f"--{kind}.workers", str(num_workers)])
         try:
             wait_ready(port)
-            workers = workers_of(server.pid)
-            idle_mib = max(map(memory_mib, workers))
-            rounds, late_s = [], []
-            for number in range(arguments.rounds + 1):
-                before = [cpu_s(pid) for pid in workers]
-                asked = (port, streams, tokens, arguments.path, f"{mode}-{number}", sent_s)
-                result, late = asyncio.run(one_round(*asked))
-                late_s += late if number else []
-                own, kernel = (
-                    sum(after) - sum(begun)
-                    for begun, after in zip(
-                        zip(*before, strict=True), zip(*map(cpu_s, workers), strict=True), strict=True
-                    )
-                )
-                result["cpu_s"], result["kernel_s"] = own + kernel, kernel
-                rounds.append(result)
-            rounds = rounds[1:]  # the first one warms up
-            return {
-                "mode": mode,
-                "workers": arguments.workers,
-                "streams": streams,
-                "step_ms": step_s * 1000,
-                "events_per_s": statistics.median(one["events"] / one["seconds"] for one in rounds),
-                "events_per_core_s": statistics.median(one["events"] / one["cpu_s"] for one in rounds),
-                "cpu_us_per_event": statistics.median(one["cpu_s"] * 1e6 / one["events"] for one in rounds),
-                "of_that_kernel_us": statistics.median(one["kernel_s"] * 1e6 / one["events"] for one in rounds),
-                "worker_core_share": statistics.median(one["cpu_s"] / one["seconds"] for one in rounds),
-                **latency_ms(late_s),
-                "events_per_read": statistics.median(one["events"] / one["reads"] for one in rounds),
-                "rss_idle_mib": idle_mib,
-                "rss_after_mib": max(map(memory_mib, workers)),
-            }
+            yield workers_of(server.pid), sent_s
         finally:
             server.terminate()
             server.wait(20)
             peer.kill()
             peer.join()
+
+
+def measure(
+    arguments: argparse.Namespace, mode: str, step_s: float, port: int, streams: int, tokens: int
+) -> dict[str, Any]:
+    with front_end("http", port, arguments.workers, step_s, tokens) as (workers, sent_s):
+        idle_mib = max(map(memory_mib, workers))
+        rounds, late_s = [], []
+        for number in range(arguments.rounds + 1):
+            before = [cpu_s(pid) for pid in workers]
+            asked = (port, streams, tokens, arguments.path, f"{mode}-{number}", sent_s)
+            result, late = asyncio.run(one_round(*asked))
+            late_s += late if number else []
+            own, kernel = (
+                sum(after) - sum(begun)
+                for begun, after in zip(zip(*before, strict=True), zip(*map(cpu_s, workers), strict=True), strict=True)
+            )
+            result["cpu_s"], result["kernel_s"] = own + kernel, kernel
+            rounds.append(result)
+        rounds = rounds[1:]  # the first one warms up
+        return {
+            "mode": mode,
+            "workers": arguments.workers,
+            "streams": streams,
+            "step_ms": step_s * 1000,
+            "events_per_s": statistics.median(one["events"] / one["seconds"] for one in rounds),
+            "events_per_core_s": statistics.median(one["events"] / one["cpu_s"] for one in rounds),
+            "cpu_us_per_event": statistics.median(one["cpu_s"] * 1e6 / one["events"] for one in rounds),
+            "of_that_kernel_us": statistics.median(one["kernel_s"] * 1e6 / one["events"] for one in rounds),
+            "worker_core_share": statistics.median(one["cpu_s"] / one["seconds"] for one in rounds),
+            **latency_ms(late_s),
+            "events_per_read": statistics.median(one["events"] / one["reads"] for one in rounds),
+            "rss_idle_mib": idle_mib,
+            "rss_after_mib": max(map(memory_mib, workers)),
+        }
 
 
 def run_peer(address: str, step_s: float, sent_s: Any = None) -> None:

@@ -16,20 +16,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import platform
 import re
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.http_relay import cpu_s, import_seconds, latency_ms, memory_mib, run_peer, workers_of
-from benchmarks.ports import wait_ready
+from benchmarks.http_relay import cpu_s, front_end, import_seconds, latency_ms, memory_mib
 from inferengine.bench.environment import write_result
 
 HANDSHAKE = (
@@ -121,53 +116,36 @@ def measure(
     arguments: argparse.Namespace, mode: str, step_s: float, port: int, streams: int, tokens: int
 ) -> dict[str, Any]:
     sockets = min(arguments.sockets, streams)
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"ipc://{folder}/engine.sock"
-        processes = multiprocessing.get_context("spawn")
-        sent_s = processes.Array("d", tokens, lock=False)
-        peer = processes.Process(target=run_peer, args=(address, step_s, sent_s), daemon=True)
-        peer.start()
-        command = [sys.executable, "-m", "inferengine.cli", "ws"]
-        flags = ["--wire.socket", address, "--ws.port", str(port), "--log.level", "error"]
-        flags += ["--ws.workers", str(arguments.workers)]
-        server = subprocess.Popen([*command, *flags])
-        try:
-            wait_ready(port)
-            workers = workers_of(server.pid)
-            idle_mib = max(map(memory_mib, workers))
-            rounds, late_s = [], []
-            for number in range(arguments.rounds + 1):
-                before = [sum(cpu_s(pid)) for pid in workers]
-                asked = (port, sockets, streams, tokens, f"{mode}-{number}", sent_s)
-                result, late = asyncio.run(one_round(*asked))
-                late_s += late if number else []
-                by_worker = [sum(cpu_s(pid)) - begun for pid, begun in zip(workers, before, strict=True)]
-                result["cpu_s"], result["busiest_s"] = sum(by_worker), max(by_worker)
-                rounds.append(result)
-            rounds = rounds[1:]  # the first one warms up
-            relayed = streams * tokens
-            return {
-                "mode": mode,
-                "workers": arguments.workers,
-                "streams": streams,
-                "sockets": sockets,
-                "step_ms": step_s * 1000,
-                "frames_per_s": statistics.median(one["frames"] / one["seconds"] for one in rounds),
-                "frames_per_core_s": statistics.median(one["frames"] / one["cpu_s"] for one in rounds),
-                "tokens_per_core_s": statistics.median(relayed / one["cpu_s"] for one in rounds),
-                "tokens_per_frame": statistics.median(relayed / one["frames"] for one in rounds),
-                "tokens_per_s": statistics.median(relayed / one["seconds"] for one in rounds),
-                "core_share": statistics.median(one["cpu_s"] / one["seconds"] for one in rounds),
-                "busiest_worker": statistics.median(one["busiest_s"] / one["cpu_s"] for one in rounds),
-                **latency_ms(late_s),
-                "rss_idle_mib": idle_mib,
-                "rss_after_mib": max(map(memory_mib, workers)),
-            }
-        finally:
-            server.terminate()
-            server.wait(20)
-            peer.kill()
-            peer.join()
+    with front_end("ws", port, arguments.workers, step_s, tokens) as (workers, sent_s):
+        idle_mib = max(map(memory_mib, workers))
+        rounds, late_s = [], []
+        for number in range(arguments.rounds + 1):
+            before = [sum(cpu_s(pid)) for pid in workers]
+            asked = (port, sockets, streams, tokens, f"{mode}-{number}", sent_s)
+            result, late = asyncio.run(one_round(*asked))
+            late_s += late if number else []
+            by_worker = [sum(cpu_s(pid)) - begun for pid, begun in zip(workers, before, strict=True)]
+            result["cpu_s"], result["busiest_s"] = sum(by_worker), max(by_worker)
+            rounds.append(result)
+        rounds = rounds[1:]  # the first one warms up
+        relayed = streams * tokens
+        return {
+            "mode": mode,
+            "workers": arguments.workers,
+            "streams": streams,
+            "sockets": sockets,
+            "step_ms": step_s * 1000,
+            "frames_per_s": statistics.median(one["frames"] / one["seconds"] for one in rounds),
+            "frames_per_core_s": statistics.median(one["frames"] / one["cpu_s"] for one in rounds),
+            "tokens_per_core_s": statistics.median(relayed / one["cpu_s"] for one in rounds),
+            "tokens_per_frame": statistics.median(relayed / one["frames"] for one in rounds),
+            "tokens_per_s": statistics.median(relayed / one["seconds"] for one in rounds),
+            "core_share": statistics.median(one["cpu_s"] / one["seconds"] for one in rounds),
+            "busiest_worker": statistics.median(one["busiest_s"] / one["cpu_s"] for one in rounds),
+            **latency_ms(late_s),
+            "rss_idle_mib": idle_mib,
+            "rss_after_mib": max(map(memory_mib, workers)),
+        }
 
 
 def main() -> None:

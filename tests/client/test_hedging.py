@@ -98,15 +98,22 @@ def accept(engine: ScriptedEngine, message: Submit) -> None:
     engine.send(Accept(message.id, message.stream, 3))
 
 
+def hedged_request(
+    pool: EnginePool, engines: list[ScriptedEngine]
+) -> tuple[Submission, ScriptedEngine, ScriptedEngine, Submit, Submit]:
+    """A request that its first engine has accepted, and its second run: both engines, and what each was sent."""
+    submission = submit(pool)
+    home, other, message = home_and_other(engines)
+    accept(home, message)
+    hedge(pool, submission)
+    return submission, home, other, message, message_at(other)
+
+
 def test_the_second_run_wins_and_the_first_is_cancelled() -> None:
     async def body(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
         events: list[str] = []
         pool.on_event = events.append
-        submission = submit(pool)
-        home, other, message = home_and_other(engines)
-        accept(home, message)
-        hedge(pool, submission)
-        second = message_at(other)
+        submission, home, other, message, second = hedged_request(pool, engines)
         assert second.id == message.id
         accept(other, second)
         other.step([second.stream], [11, 12], counts=array("I", [2]))
@@ -125,11 +132,7 @@ def test_the_second_run_wins_and_the_first_is_cancelled() -> None:
 
 def test_the_first_run_wins_and_the_second_is_cancelled() -> None:
     async def body(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
-        submission = submit(pool)
-        home, other, message = home_and_other(engines)
-        accept(home, message)
-        hedge(pool, submission)
-        second = message_at(other)
+        submission, home, other, message, second = hedged_request(pool, engines)
         home.step([message.stream], [11])
         delta = await anext(submission.streams[0])
         assert delta.token_ids == [11]
@@ -168,11 +171,7 @@ def test_a_request_whose_first_engine_fails_goes_on_as_its_hedge(loss: str) -> N
 
 def test_a_refused_second_run_changes_nothing() -> None:
     async def body(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
-        submission = submit(pool)
-        home, other, message = home_and_other(engines)
-        accept(home, message)
-        hedge(pool, submission)
-        second = message_at(other)
+        submission, home, other, message, second = hedged_request(pool, engines)
         other.send(Reject(second.id, second.stream, "overloaded", "Full.", None, True, 1000))
         home.step([message.stream], [11])
         home.end(message.stream, "length", None)
@@ -186,11 +185,7 @@ def test_a_request_resumes_after_its_hedge_has_won() -> None:
     """The winner's engine dies: the request goes on with the winner's output and seed."""
 
     async def body(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
-        submission = submit(pool)
-        home, other, message = home_and_other(engines)
-        accept(home, message)
-        hedge(pool, submission)
-        second = message_at(other)
+        _, home, other, _, second = hedged_request(pool, engines)
         accept(other, second)
         other.step([second.stream], [11])
         home.received(Cancel)

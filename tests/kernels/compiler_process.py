@@ -13,6 +13,7 @@ from pathlib import Path
 Compile = Callable[..., subprocess.CompletedProcess[str]]
 
 # Reads a JSON list [program, arguments, file for stdout, file for stderr] a line, and answers with the exit status.
+# Triton takes the machine for one with a Hopper card.
 PARENT = """
 import json, os, sys
 import torch
@@ -20,6 +21,13 @@ import triton
 import triton.language
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+
+class Card:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+driver.set_active(Card())
 
 for line in sys.stdin:
     program, arguments, *files = json.loads(line)

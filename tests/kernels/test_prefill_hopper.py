@@ -109,15 +109,6 @@ def test_few_queries_over_a_long_context_are_shared_by_programs(heads, kv_heads,
 
 COMPILE = """
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-
-class Card:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-
-driver.set_active(Card())
 from inferengine.kernels.cuda.attention.prefill_hopper import attention_kernel
 from inferengine.kernels.cuda.attention.prefill_hopper import descriptors
 from inferengine.kernels.cuda.attention.prefill_hopper import PrefillShape

@@ -4,16 +4,7 @@ LAUNCH_EVERYTHING = """
 import random
 from types import SimpleNamespace
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-
-class Card:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-
-driver.set_active(Card())
 variants = {}  # of each kernel: the keys under which it would be compiled
 def compile_nothing(self, key, *arguments, **options):
     variants.setdefault(self.fn.__name__, set()).add(key)

@@ -50,16 +50,21 @@ def free_port_flags():
     return ("--ws.port", "0")
 
 
+def begin_draining(engine, server, client):
+    """A request runs, and the front end has been told to end."""
+    engine.hold()
+    wait_ready(client)
+    client.generate()
+    client.until("accepted")
+    server.child.send_signal(signal.SIGTERM)
+    while client.until("state")["engine"]["state"] != "DRAINING":
+        continue
+
+
 def test_sigterm_finishes_open_requests_and_refuses_new_ones(tmp_path):
     with make_engine(tmp_path) as engine, process(tmp_path, *free_port_flags()) as server:
         with open_socket(server) as client:
-            engine.hold()
-            wait_ready(client)
-            client.generate()
-            client.until("accepted")
-            server.child.send_signal(signal.SIGTERM)
-            while client.until("state")["engine"]["state"] != "DRAINING":
-                continue
+            begin_draining(engine, server, client)
             client.generate("late")
             assert client.until("error")["error"]["code"] == "draining"
             engine.release()
@@ -76,13 +81,7 @@ def test_sigterm_finishes_open_requests_and_refuses_new_ones(tmp_path):
 def test_a_second_signal_stops_at_once(tmp_path):
     with make_engine(tmp_path) as engine, process(tmp_path, *free_port_flags()) as server:
         with open_socket(server) as client:
-            engine.hold()
-            wait_ready(client)
-            client.generate()
-            client.until("accepted")
-            server.child.send_signal(signal.SIGTERM)
-            while client.until("state")["engine"]["state"] != "DRAINING":
-                continue
+            begin_draining(engine, server, client)
             server.child.send_signal(signal.SIGTERM)
             assert server.child.wait(60) == 130
         engine.wait_for(lambda: len(engine.cancelled) == 1)
