@@ -140,6 +140,15 @@ def rename_field(error: InferEngineError, names: Mapping[str, str]) -> None:
         error.message = re.sub(rf"(?<![\w.]){re.escape(field)}(?!\w)", error.field, error.message)
 
 
+def flatten_tool_field(error: InferEngineError, parameters: str = "parameters") -> None:
+    """Name a field of a tool as dialects do whose tools have no `function` around them, and call their schema
+    `parameters`."""
+    if error.field is not None and error.field.startswith("tools["):
+        place, found, name = error.field.partition(".function.")
+        if found:
+            error.field = f"{place}.{parameters if name == 'parameters' else name}"
+
+
 def name_default(error: InferEngineError, field: str, default: int) -> None:
     """Say in an error about a field that the request left it out, and what it then is."""
     if error.field == field:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontends.common.chat import read_chat_prompt
-from frontends.common.errors import anthropic_error, rename_field, sentence
+from frontends.common.errors import anthropic_error, flatten_tool_field, rename_field, sentence
 from frontends.common.generation import ChoiceOutput, Output, Piece, RequestOutput, Usage, draft_token_counts
 from frontends.common.json import event, read_fields, read_flag
 from frontends.http.bodies import SAMPLING, MessagesFields, MessagesPromptFields, check_model, read_json
@@ -36,6 +36,7 @@ def with_own_names(endpoint: RouteHandler) -> RouteHandler:
             return await endpoint(request)
         except InferEngineError as error:
             rename_field(error, NAMES)
+            flatten_tool_field(error, "input_schema")
             raise
 
     return wrapped
@@ -202,6 +203,8 @@ def _add_tools(chat: dict[str, Any], fields: MessagesPromptFields) -> None:
         return
     kind = choice.get("type")
     if kind == "tool":
+        if not isinstance(choice.get("name"), str):
+            raise InvalidRequest("tool_choice.name", "must be the name of a tool")
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     elif isinstance(kind, str) and kind in _CHOICES:
         chat["tool_choice"] = _CHOICES[kind]

@@ -97,7 +97,7 @@ async def completions(request: Request) -> Response:
     keep = read_truncation(body, served, max_tokens)
     prompts = await read_prompts(body, served, config.limits, keep=keep)
     check_prompt_logprobs(prompts, params, config.limits, "prompt_logprobs" if prompt_logprobs else "logprobs")
-    texts = _echoed(body["prompt"], prompts, served) if echo else None
+    texts = _echoed(body["prompt"], prompts, served, keep) if echo else None
     num_choices = len(prompts) * params.n
     reply = answer_metadata(f"cmpl-{label}", body, served, streaming, extras, logprobs, prompt_logprobs)
     generation = RequestOutput(service.engines_for(request, served), served.tokenizer, prompts, params, options)
@@ -162,13 +162,12 @@ def prompt_names(count: int, field: str) -> list[str]:
     return [field] if count == 1 else [f"{field}[{place}]" for place in range(count)]
 
 
-def _echoed(prompt: Any, prompts: list[list[int]], served: ServedModel) -> list[str]:
-    """The texts to repeat: as they were sent, token ids decoded."""
-    if isinstance(prompt, str):
-        return [prompt]
+def _echoed(prompt: Any, prompts: list[list[int]], served: ServedModel, keep: int | None) -> list[str]:
+    """The texts to repeat: as they were sent; token ids, and what `keep` may have cut, decoded."""
+    items = [prompt] if isinstance(prompt, str) or type(prompt[0]) is int else prompt
     return [
-        item if isinstance(item, str) else served.tokenizer.decode(token_ids)
-        for item, token_ids in zip([prompt] if type(prompt[0]) is int else prompt, prompts, strict=True)
+        item if isinstance(item, str) and len(token_ids) != keep else served.tokenizer.decode(token_ids)
+        for item, token_ids in zip(items, prompts, strict=True)
     ]
 
 

@@ -23,7 +23,7 @@ from starlette.types import Message
 
 from frontends.common.auth import tenant_of
 from frontends.common.chat import read_chat_prompt
-from frontends.common.errors import error_object, rename_field, report, unexpected
+from frontends.common.errors import error_object, flatten_tool_field, rename_field, report, unexpected
 from frontends.common.generation import ChoiceOutput, Output, Piece, RequestOutput, Usage, draft_token_counts
 from frontends.common.json import event, read_fields
 from frontends.http.bodies import SAMPLING, ResponsesFields, check_model, read_json
@@ -63,7 +63,10 @@ def with_own_names(endpoint: RouteHandler) -> RouteHandler:
         try:
             return await endpoint(request)
         except InferEngineError as error:
+            flatten_tool_field(error)
             if error.field is not None and error.field not in NAMES:
+                if error.field.endswith(".function.arguments"):  # of a message: items have other places
+                    error.message = f"the arguments of a function_call {error.message}"
                 error.field = NAMES.get(error.field.partition("[")[0], error.field)
             rename_field(error, NAMES)
             raise

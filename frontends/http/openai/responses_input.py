@@ -187,6 +187,8 @@ def read_response_tools(tools: Any, choice: Any) -> ResponseTools:
 def read_response_choice(choice: Any) -> Any:
     """Return `tool_choice` as chat has it."""
     if not isinstance(choice, dict):
+        if choice not in (None, "none", "auto", "required"):
+            raise InvalidRequest("tool_choice", 'must be none, auto, required or {"type": "function", "name"}')
         return choice
     if choice.get("type") == "allowed_tools":
         named = choice.get("tools")
@@ -197,6 +199,8 @@ def read_response_choice(choice: Any) -> Any:
     if choice.get("type") not in ("function", "custom"):
         kind = str(choice.get("type"))[:40]
         raise InvalidRequest("tool_choice", f"tools of type {kind} cannot be called here", code="unsupported")
+    if "function" not in choice and not isinstance(choice.get("name"), str):
+        raise InvalidRequest("tool_choice.name", "must be the name of a tool")
     return choice if "function" in choice else _named(choice)
 
 

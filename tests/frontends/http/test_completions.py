@@ -218,6 +218,15 @@ def test_offsets_are_places_in_the_text_of_any_script(served: House, text: str) 
     assert [offset for one in streamed for offset in one["text_offset"]] == whole
 
 
+def test_an_echo_shows_what_was_kept_of_a_longer_prompt(served: House) -> None:
+    """The offsets of the prompt's tokens are places in it."""
+    cut = served.complete(prompt="the quick brown fox", echo=True, max_tokens=0, truncate_prompt_tokens=3)
+    kept = TOKENIZER.decode(ids("the quick brown fox")[-3:])
+    assert cut["choices"][0]["text"] == kept != "the quick brown fox"
+    whole = served.complete(prompt="fox", echo=True, max_tokens=0, truncate_prompt_tokens=300)
+    assert whole["choices"][0]["text"] == "fox"
+
+
 def test_no_tokens_and_an_echo_tell_the_prompt_alone(served: House) -> None:
     document = served.complete(prompt=["say 日", "fox"], echo=True, max_tokens=0, n=2, temperature=1.0)
     assert [choice["text"] for choice in document["choices"]] == ["say 日", "say 日", "fox", "fox"]

@@ -226,6 +226,14 @@ def test_failures(client: openai.OpenAI, served: House) -> None:
             "tools[0].format",
             "invalid_request",
         ),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "invalid_request"),
+        (
+            {"tools": [{"type": "function", "name": "a", "parameters": {"type": "string"}}]},
+            "tools[0].parameters",
+            "invalid_request",
+        ),
+        ({"tool_choice": "any"}, "tool_choice", "invalid_request"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name", "invalid_request"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "unsupported"),
         ({"input": [{"type": "item_reference", "id": "msg_none"}]}, "input[0]", "invalid_request"),
         ({"input": [{"type": "custom_tool_call", "name": "a"}]}, "input[0].input", "invalid_request"),
@@ -242,3 +250,10 @@ def test_what_is_wrong_is_named(served: House, change: dict[str, Any], param: st
     error = response.json()["error"]
     assert (response.status_code, error["param"], error["code"]) == (400, param, code)
     assert served.engine.submits == []
+
+
+def test_broken_arguments_of_a_call_are_told_as_such(served: House) -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{bad"}
+    response = served.post("/v1/responses", model="tiny", input=[{"role": "user", "content": "hi"}, call])
+    error = response.json()["error"]
+    assert (error["param"], error["message"]) == ("input", "input: the arguments of a function_call are not valid JSON")
