@@ -7,7 +7,7 @@ prompts in tiles of flattened queries over the keys of the rows they belong to.
 
 Decodes are block-granular flash decoding (Dao et al. 2023): the keys of all decode rows are gathered at once in chunks
 of whole blocks, every (row, chunk) pair is one item of a batched matrix product, and partial results are combined by
-their log-sum-exp.
+their log-sum-exp. What several rows begin with is computed apart (kernels/cpu_shared_prefix.py).
 
 DecodeKvCache: gathering keys from the paged cache copies all of them in every layer of every step. Rows that continue
 need that once: each has a place in a copy, to which each step adds its own tokens' keys and values. The paged cache is
@@ -30,6 +30,7 @@ import torch
 from torch.nn import functional
 
 from inferengine.kernels.batch import StepColumns
+from inferengine.kernels.cpu_shared_prefix import SharedPlan, SharedPrefixes, logsumexp_of
 from inferengine.kernels.reference.ops import rms_norm
 
 FP8 = torch.float8_e4m3fn
@@ -37,6 +38,7 @@ FP8_MAX = 448.0
 SHORT_ROW = 16  # most new tokens of a row that is computed as decodes are: draft tokens to verify, mostly
 QUERY_TILE = 128  # flattened query tokens per prompt tile
 KEY_TILE = 4096  # keys at which a tile that spans several rows is closed early
+OF_ALL_ROWS = -1  # in place of a row: keys that every row of a tile begins with
 CHUNK_TOKENS = 256  # keys per decode item when rows differ much in length
 
 
@@ -79,10 +81,15 @@ class Angles(NamedTuple):
 class AttentionPlan:
     """The plan of one step and one KV group, for all layers of the group."""
 
-    __slots__ = ("angles", "decodes", "kv_copy", "latent_parts", "tiles", "written")
+    __slots__ = ("angles", "decodes", "kv_copy", "latent_parts", "shared", "tiles", "written")
 
     def __init__(
-        self, decodes: list[DecodePlan], tiles: list[TilePlan], written: torch.Tensor, kv_copy: Any = None
+        self,
+        decodes: list[DecodePlan],
+        tiles: list[TilePlan],
+        written: torch.Tensor,
+        kv_copy: Any = None,
+        shared: SharedPlan | None = None,
     ) -> None:
         self.decodes = decodes  # rows of one token, then rows of few
         self.tiles = tiles
@@ -90,6 +97,7 @@ class AttentionPlan:
             written  # [T, planes * K] rows of kv seen as [.., D] that take what the cache holds of each token
         )
         self.kv_copy = kv_copy  # a decode_kv_cache.GroupCopy, which then replaces `decodes`
+        self.shared = shared  # first keys of rows, which `decodes` and `kv_copy` leave out
         self.angles: dict[int, Angles] = {}  # by rotation table
         self.latent_parts: Any = None  # of latents: how each part of the step is computed (kernels/cpu_latent.py)
 
@@ -113,16 +121,18 @@ def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | No
     ends = [batch.num_decodes, batch.num_decodes + num_short]
     has_latents = kv.shape[1] == 1  # of which there are no copies, and whose prompts kernels/cpu_latent.py plans
     tiles = plan_tiles(columns, range(ends[1], batch.num_rows), table, kv, window) if not has_latents else []
+    shared = None
     if batch.decode_kv_cache is not None and window is None and ends[1] and not has_latents:
-        kv_copy = batch.decode_kv_cache.advance(columns, ends[1], group, table, kv)
+        shared = batch.decode_kv_cache.share(columns, ends[1], group, table, kv)
+        kv_copy = batch.decode_kv_cache.advance(columns, ends[1], group, table, kv, shared)
         if kv_copy is not None:
-            return AttentionPlan([], tiles, written, kv_copy)
+            return AttentionPlan([], tiles, written, kv_copy, shared)
     decodes = [
-        _plan_decode(columns, begin, end, table, kv, window)
+        _plan_decode(columns, begin, end, table, kv, window, shared)
         for begin, end in zip([0, ends[0]], ends, strict=True)
         if end > begin
     ]
-    return AttentionPlan(decodes, tiles, written)
+    return AttentionPlan(decodes, tiles, written, None, shared)
 
 
 def number_type(kv: torch.Tensor) -> torch.dtype:
@@ -145,9 +155,15 @@ def _num_short(columns: Any, num_decodes: int) -> int:
 
 
 def _plan_decode(
-    columns: Any, begin: int, end: int, table: np.ndarray, kv: torch.Tensor, window: int | None
+    columns: Any,
+    begin: int,
+    end: int,
+    table: np.ndarray,
+    kv: torch.Tensor,
+    window: int | None,
+    shared: SharedPlan | None = None,
 ) -> DecodePlan:
-    """For the rows [begin, end)."""
+    """For the rows [begin, end), without what they share."""
     num_kv_heads, block_size, head_dim = kv.shape[2], kv.shape[3], kv.shape[4]
     count, slots = end - begin, columns.row_slot[begin:end]
     lengths, starts = columns.row_len[begin:end].astype(np.int64), columns.row_start[begin:end].astype(np.int64)
@@ -155,7 +171,7 @@ def _plan_decode(
     num_queries = int(counts.max())
     places_of = np.minimum(np.arange(num_queries), counts[:, None] - 1)  # [R, Q] of a query within its row
     first_key = np.zeros_like(lengths) if window is None else np.maximum(starts + 1 - window, 0)
-    first_block = first_key // block_size
+    first_block = first_key // block_size if shared is None else shared.offsets[begin:end] // block_size
     num_blocks = -(-lengths // block_size) - first_block
     longest = int(num_blocks.max())
     chunk = longest
@@ -238,13 +254,16 @@ def plan_tiles(
         begin, row_end = int(columns.query_start[row]), int(columns.query_start[row + 1])
         most = 1 if isolated and np.count_nonzero(columns.sample_rows == row) > 1 else QUERY_TILE
         while begin < row_end:
-            crowded = isolated or num_keys + int(columns.row_len[row]) > KEY_TILE
+            own_keys = int(columns.row_len[row])
+            if pieces and not isolated and row != pieces[-1][0]:
+                own_keys -= kv.shape[3] * _num_common(columns, [pieces[0], (row, begin, row_end)], table, kv, window)
+            crowded = isolated or num_keys + own_keys > KEY_TILE
             if num_queries == QUERY_TILE or (pieces and crowded):
                 close()
             end = min(row_end, begin + most - num_queries)
             pieces.append((row, begin, end))
             num_queries += end - begin
-            num_keys += int(columns.row_len[row])
+            num_keys += own_keys
             begin = end
     close()
     return tiles
@@ -259,11 +278,14 @@ def _tile(
     isolated: bool,
 ) -> TilePlan:
     block_size = kv.shape[3]
-    blocks, keys, key_rows = [], [], []
+    num_common = 0 if isolated else _num_common(columns, pieces, table, kv, window)
+    common = np.arange(num_common * block_size)
+    blocks, keys = [table[columns.row_slot[pieces[0][0]], :num_common]], [common]
+    key_rows = [np.full(len(common), OF_ALL_ROWS)]
     for row, begin, end in pieces:
         oldest = int(columns.positions[begin]) if window is None else max(0, int(columns.positions[begin]) - window + 1)
         span = np.arange(
-            0 if window is None else oldest // block_size, int(columns.positions[end - 1]) // block_size + 1
+            num_common if window is None else oldest // block_size, int(columns.positions[end - 1]) // block_size + 1
         )
         blocks.append(table[columns.row_slot[row], span])
         keys.append((span[:, None] * block_size + np.arange(block_size)).reshape(-1))
@@ -273,7 +295,8 @@ def _tile(
     key = np.concatenate(keys)
     seen = key <= position
     if len(pieces) > 1:
-        seen &= np.concatenate(key_rows) == row_of
+        of_row = np.concatenate(key_rows)
+        seen &= (of_row == row_of) | (of_row == OF_ALL_ROWS)
     if window is not None:
         seen &= key > position - window
     if isolated:  # not what lies behind the last query either
@@ -281,6 +304,18 @@ def _tile(
     mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))).to(number_type(kv))
     places = torch.from_numpy(block_places(np.concatenate(blocks)[None], kv.shape[2], kv.shape[1]))
     return TilePlan(begin, end, places, mask)
+
+
+def _num_common(
+    columns: Any, pieces: list[tuple[int, int, int]], table: np.ndarray, kv: torch.Tensor, window: int | None
+) -> int:
+    """The blocks that all rows of some pieces begin with, as far as every query sees them: they are read once."""
+    if len(pieces) == 1 or window is not None:
+        return 0
+    most = min(int(columns.positions[begin]) for _, begin, _ in pieces) // kv.shape[3]
+    tables = table[columns.row_slot[[row for row, _, _ in pieces]], :most]
+    same = (tables == tables[0]).all(0)
+    return most if same.all() else int(same.argmin())
 
 
 # -- computation -------------------------------------------------------------------------------------------------------
@@ -350,7 +385,7 @@ def attention(
 ) -> torch.Tensor:
     """q [T, H, D] over the paged keys of each token's row -> [T, H * D]. `window` is baked into the step's plan."""
     plan: AttentionPlan = batch.plans[group]
-    return attend(q, kv, plan.decodes, plan.tiles, scale, softcap, sinks)
+    return attend(q, kv, plan.decodes, plan.tiles, scale, softcap, sinks, shared=plan.shared)
 
 
 def attend(
@@ -362,16 +397,21 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     value_dim: int = 0,
+    shared: SharedPlan | None = None,
 ) -> torch.Tensor:
     """As `attention`, of the parts of a plan that have the tokens of q. Of a cache of latents the first `value_dim`
     numbers of a key are its value: -> [T, H * V]."""
     num_tokens, num_heads, head_dim = q.shape
     width = value_dim or head_dim
-    if len(decodes) == 1 and not tiles:
+    if len(decodes) == 1 and not tiles and shared is None:
         return _decode(q, kv, decodes[0], scale, softcap, sinks, width)
     out = torch.empty(num_tokens, num_heads * width, dtype=q.dtype)
-    for part in decodes:
-        out[part.begin : part.end] = _decode(q[part.begin : part.end], kv, part, scale, softcap, sinks, width)
+    if shared is not None:
+        count = decodes[-1].end
+        out[:count] = _decode_shared(q[:count], kv, decodes, shared, scale, softcap, sinks)
+    else:
+        for part in decodes:
+            out[part.begin : part.end] = _decode(q[part.begin : part.end], kv, part, scale, softcap, sinks, width)
     for tile in tiles:
         out[tile.begin : tile.end] = _prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap, sinks, width)
     return out
@@ -388,12 +428,31 @@ def _copied_first(
 ) -> torch.Tensor:
     """The rows whose keys lie side by side, then the tiles of prompts."""
     count = plan.kv_copy.num_tokens
-    mixed: torch.Tensor = plan.kv_copy.attention(q[:count], new[:count], kv, scale, softcap, sinks)
+    mixed: torch.Tensor = plan.kv_copy.attention(q[:count], new[:count], kv, scale, softcap, sinks, plan.shared)
     if not plan.tiles:
         return mixed
     width = q.shape[2]
     tiles = [_prompt_tile(q[tile.begin : tile.end], kv, tile, scale, softcap, sinks, width) for tile in plan.tiles]
     return torch.cat((mixed, *tiles))
+
+
+def _decode_shared(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    decodes: list[DecodePlan],
+    shared: SharedPlan,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Rows of few tokens [T, H, D] -> [T, H * D], some of which share their first keys."""
+    num_tokens, num_heads, head_dim = q.shape
+    mixed = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
+    logsumexp = torch.empty(num_tokens, num_heads)
+    for part in decodes:
+        own = slice(part.begin, part.end)
+        mixed[own] = _decode(q[own], kv, part, scale, softcap, None, head_dim, logsumexp[own])
+    return shared.add(mixed, logsumexp, q * scale, kv, softcap, sinks)
 
 
 def _numbers(gathered: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -437,7 +496,9 @@ def _decode(
     softcap: float | None,
     sinks: torch.Tensor | None,
     value_dim: int,
+    logsumexp: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """`logsumexp` [T, H] is filled with that of the scores."""
     _, num_heads, head_dim = q.shape
     num_kv_heads, block_size, num_rows = kv.shape[2], kv.shape[3], len(plan.row_begin)
     if plan.num_queries > 1:
@@ -460,15 +521,19 @@ def _decode(
     if plan.rows is None:
         if sinks is not None:
             partial = without_sinks(partial, scores, sinks, num_kv_heads)
+        if logsumexp is not None:
+            by_row = logsumexp_of(scores, weights).view(num_rows, -1)
+            logsumexp.copy_(_by_token(by_row, plan, num_rows, num_kv_heads, num_heads))
         return _by_token(partial, plan, num_rows, num_kv_heads, num_heads * value_dim)
-    # log-sum-exp without another pass of exponentials: the largest weight is exp(0) / sum
-    peak = scores.amax(-1).float() - weights.amax(-1).float().log_()
-    logsumexp = peak.view(plan.num_items, -1).numpy()
-    top = np.maximum.reduceat(logsumexp, plan.row_begin, axis=0)
-    share = np.exp(logsumexp - top[plan.host_rows])
+    of_items = logsumexp_of(scores, weights).view(plan.num_items, -1).numpy()
+    top = np.maximum.reduceat(of_items, plan.row_begin, axis=0)
+    share = np.exp(of_items - top[plan.host_rows])
     total = np.add.reduceat(share, plan.row_begin, axis=0)
     if sinks is not None:
         total += np.exp(_by_query(sinks, num_kv_heads, scores.shape[1]).numpy().reshape(1, -1) - top)
+    if logsumexp is not None:
+        by_row = torch.from_numpy(top + np.log(total))
+        logsumexp.copy_(_by_token(by_row, plan, num_rows, num_kv_heads, num_heads))
     share /= total[plan.host_rows]
     partial = partial.view(plan.num_items, -1, value_dim).mul_(torch.from_numpy(share).unsqueeze(-1))
     out = torch.zeros(num_rows, partial.shape[1] * value_dim, dtype=q.dtype)
@@ -567,6 +632,7 @@ class DecodeKvCache:
 
     def __init__(self, num_layers: int) -> None:
         self.copies: dict[int, GroupCopy] = {}
+        self.prefixes: dict[int, SharedPrefixes] = {}  # by KV group
         self.storage: dict[int, torch.Tensor] = {}  # by layer, used again by the next copy
         self._num_layers = num_layers
         self._num_alike = 0  # steps of about the same rows, up to this one
@@ -581,6 +647,9 @@ class DecodeKvCache:
         if self._under_way:  # the last step failed half way
             self.forget()
         self._under_way = True
+        self.drop(admitted)
+        for prefixes in self.prefixes.values():
+            prefixes.begin(columns)
         for copy in self.copies.values():
             copy.rewind(columns)
         rows = columns.row_slot.tobytes()
@@ -590,7 +659,6 @@ class DecodeKvCache:
         highest = int(columns.row_slot.max())
         if highest >= len(self._last_step):
             self._last_step = np.concatenate((self._last_step, np.zeros(highest + 1, dtype=np.int64)))
-        self.drop(admitted)
         num_new = int((self._last_step[columns.row_slot] < self._step).sum())
         self._num_alike = self._num_alike + 1 if num_new <= NEWCOMERS * len(columns.row_slot) else 0
         self._step += 1
@@ -609,23 +677,48 @@ class DecodeKvCache:
             return
         self._last_rows = b""
         self._last_step[[slot for slot in slots if slot < len(self._last_step)]] = 0
+        for prefixes in self.prefixes.values():
+            prefixes.drop(slots)
         for copy in self.copies.values():
             copy.drop(slots)
 
     def forget(self) -> None:
         """Discard all copies: they may be wrong."""
+        for prefixes in self.prefixes.values():
+            prefixes.forget()
         self.copies.clear()
         self._num_alike = 0
         self._last_rows = b""
         self._last_step[:] = 0
 
-    def advance(
+    def share(
         self, columns: StepColumns, num_rows: int, group: int, table: np.ndarray, kv: torch.Tensor
+    ) -> SharedPlan | None:
+        """Return what the first `num_rows` rows of this step share in a group without window; None: nothing."""
+        if kv.dtype == FP8:
+            return None
+        prefixes = self.prefixes.get(group)
+        if prefixes is None:
+            prefixes = self.prefixes[group] = SharedPrefixes(self._num_layers)
+            prefixes.begin(columns)
+        return prefixes.plan(columns, num_rows, table, kv)
+
+    def advance(
+        self,
+        columns: StepColumns,
+        num_rows: int,
+        group: int,
+        table: np.ndarray,
+        kv: torch.Tensor,
+        shared: SharedPlan | None = None,
     ) -> GroupCopy | None:
-        """Return the copies of a group without window, ready for the first `num_rows` rows of this step.
+        """Return the copies of a group without window, ready for the first `num_rows` rows of this step, without what
+        rows share.
 
         None: this step reads the paged cache, because its rows are new, too unequal or too large to copy."""
         lengths = columns.row_len[:num_rows]
+        if shared is not None:
+            lengths = lengths - shared.offsets
         longest = int(lengths[0] if num_rows == 1 else lengths.max())
         copy = self.copies.get(group)
         if copy is not None and not copy.suits(num_rows, longest):
@@ -639,7 +732,7 @@ class DecodeKvCache:
             if kv.dtype == FP8 or num_numbers * kv.element_size() * self._num_layers > MAX_COPY_BYTES:
                 return None
             copy = self.copies[group] = GroupCopy(num_rows, kv, capacity, self.storage)
-        copy.advance(columns, num_rows, table)
+        copy.advance(columns, num_rows, table, shared)
         return copy
 
 
@@ -651,6 +744,7 @@ class GroupCopy:
         self._capacity, self._num_kv_heads, self._block_size = capacity, kv.shape[2], kv.shape[3]
         self._slots = np.full(num_places, -1)  # by place
         self._num_known = np.zeros(num_places, dtype=np.int64)  # by place: its first tokens
+        self._offsets = np.zeros(num_places, dtype=np.int64)  # by place: how many of them its prefix has instead
         halves_and_heads = np.arange(2 * self._num_kv_heads)
         half, head = halves_and_heads // self._num_kv_heads, halves_and_heads % self._num_kv_heads
         places = np.arange(num_places)[:, None]
@@ -667,7 +761,7 @@ class GroupCopy:
     def drop(self, slots: list[int]) -> None:
         """Free the places of these slots."""
         gone = np.isin(self._slots, slots)
-        self._slots[gone], self._num_known[gone] = -1, 0
+        self._slots[gone], self._num_known[gone], self._offsets[gone] = -1, 0, 0
 
     def rewind(self, columns: StepColumns) -> None:
         """Truncate the places of a step's rows to where the rows start: the step writes from there on."""
@@ -678,13 +772,16 @@ class GroupCopy:
         row, place = np.nonzero(slots[:, None] == self._slots)
         self._num_known[place] = np.minimum(self._num_known[place], starts[row])
 
-    def held(self, slot: int, kv: torch.Tensor) -> torch.Tensor | None:
-        """Return what the copy of the layer of `kv` holds of a slot, [2, K, known, D]; None where it holds nothing."""
+    def held(self, slot: int, kv: torch.Tensor) -> tuple[int, torch.Tensor] | None:
+        """Return what the copy of the layer of `kv` holds of a slot: from which token on, and [2, K, tokens, D]; None
+        where it holds nothing."""
         copy, places = self._layers.get(kv.data_ptr()), np.flatnonzero(self._slots == slot)
         if copy is None or not len(places):
             return None
+        place = int(places[0])
+        first, end = int(self._offsets[place]), int(self._num_known[place])
         both = copy.flat.view(2, len(self._slots), self._num_kv_heads, self._capacity, -1)
-        return both[:, int(places[0]), :, : int(self._num_known[places[0]])]
+        return first, both[:, place, :, : max(0, end - first)]
 
     def suits(self, num_rows: int, longest: int) -> bool:
         """Return whether the step's rows, up to `longest` tokens, fit, and have lately filled enough of the places."""
@@ -694,25 +791,32 @@ class GroupCopy:
 
     # -- once per step -----------------------------------------------------------------------------------------------
 
-    def advance(self, columns: StepColumns, num_rows: int, table: np.ndarray) -> None:
+    def advance(self, columns: StepColumns, num_rows: int, table: np.ndarray, shared: SharedPlan | None = None) -> None:
         """Add the tokens of the next step."""
-        if num_rows == len(self._slots) == 1 and self._advance_alone(columns):
+        if num_rows == len(self._slots) == 1 and shared is None and self._advance_alone(columns):
             return
         slots, starts, lengths = columns.row_slot[:num_rows], columns.row_start[:num_rows], columns.row_len[:num_rows]
+        offsets = np.zeros(num_rows, dtype=np.int64) if shared is None else shared.offsets
         self.num_tokens = int(columns.query_start[num_rows])
         places = self._places_of(slots)
+        moved = places[self._offsets[places] != offsets]
+        self._num_known[moved] = 0  # all that is kept of them lies at other places now
+        self._offsets[places] = offsets
         rows = columns.token_row[: self.num_tokens]
-        self._written = torch.from_numpy(self._first[places[rows]] + columns.positions[: self.num_tokens, None])
-        self._longest = int(lengths.max())
+        positions = columns.positions[: self.num_tokens] - offsets[rows]
+        self._written = torch.from_numpy(self._first[places[rows]] + positions[:, None])
+        self._longest = int((lengths - offsets).max())
         behind = np.flatnonzero(starts > self._num_known[places])
-        self._joining = self._join(slots[behind], places[behind], lengths[behind], table) if len(behind) else None
+        self._joining = None
+        if len(behind):
+            self._joining = self._join(slots[behind], places[behind], lengths[behind], offsets[behind], table)
         self._num_known[places] = lengths
-        self._queries, self._order = self._plan_queries(columns.query_start[: num_rows + 1], places, starts)
+        self._queries, self._order = self._plan_queries(columns.query_start[: num_rows + 1], places, starts - offsets)
 
     def _advance_alone(self, columns: StepColumns) -> bool:
         """As `advance` for the next tokens of the one row there is; False where it is not that simple."""
         start, count = int(columns.row_start[0]), int(columns.query_start[1])
-        if columns.row_slot[0] != self._slots[0] or start > self._num_known[0]:
+        if columns.row_slot[0] != self._slots[0] or start > self._num_known[0] or self._offsets[0]:
             return False
         self.num_tokens, self._longest, self._joining, self._order = count, start + count, None, None
         self._num_known[0] = start + count
@@ -740,16 +844,18 @@ class GroupCopy:
             free = np.flatnonzero(~is_taken)[: len(new)]
             if self.num_tokens > len(slots):  # rows of several tokens come last, and only in this step
                 new = new[np.argsort(slots[new])]
-            places[new], self._slots[free], self._num_known[free] = free, slots[new], 0
+            places[new], self._slots[free], self._num_known[free], self._offsets[free] = free, slots[new], 0, 0
         return places
 
     def _join(
-        self, slots: np.ndarray, places: np.ndarray, lengths: np.ndarray, table: np.ndarray
+        self, slots: np.ndarray, places: np.ndarray, lengths: np.ndarray, offsets: np.ndarray, table: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(places, sources, hidden) of rows whose keys are to be gathered: J, rows of the paged cache, and [J, keys]
-        that lie behind the row's last one."""
+        """(places, sources, hidden) of rows whose keys behind their prefix are to be gathered: J, rows of the paged
+        cache, and [J, keys] that lie behind the row's last one."""
+        lengths = lengths - offsets
         num_blocks = -(-lengths // self._block_size)
         index = np.minimum(np.arange(int(num_blocks.max())), num_blocks[:, None] - 1)
+        index += offsets[:, None] // self._block_size
         sources = block_places(table[slots[:, None], index], self._num_kv_heads)
         hidden = np.arange(index.shape[1] * self._block_size) >= lengths[:, None]
         return torch.from_numpy(places), torch.from_numpy(sources), torch.from_numpy(hidden)
@@ -822,6 +928,7 @@ class GroupCopy:
         scale: float,
         softcap: float | None,
         sinks: torch.Tensor | None = None,
+        shared: SharedPlan | None = None,
     ) -> torch.Tensor:
         """Attend with q [T, H, D] over the keys of each token's row -> [T, H * D]. `new` [T, 2K, D] are the step's own
         keys and values, which are in `kv` already. `sinks` [H] as in kernels/cpu.py."""
@@ -832,7 +939,18 @@ class GroupCopy:
             self._gather(copy, kv, *self._joining)
         copy.flat.index_put_((self._written,), new)
         q = torch.mul(q, scale)  # here, not the scores: there are fewer of them
-        parts = [self._attend(copy, q, queries, softcap, sinks) for queries in self._queries]
+        parts = [
+            self._attend(copy, q, queries, softcap, sinks if shared is None else None, shared is not None)
+            for queries in self._queries
+        ]
+        mixed, totals = zip(*parts, strict=True)
+        results = self._by_token(mixed)
+        if shared is None:
+            return results
+        return shared.add(results, self._by_token(totals), q, kv, softcap, sinks)
+
+    def _by_token(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Put what was computed of the queries in the order of the tokens."""
         results = parts[0] if len(parts) == 1 else torch.cat(parts)
         return results if self._order is None else results.index_select(0, self._order)
 
@@ -843,8 +961,10 @@ class GroupCopy:
         queries: Queries,
         softcap: float | None,
         sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """[X * Q, H * D] of queries that have been scaled."""
+        has_total: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[X * Q, H * D] of queries that have been scaled, and with `has_total` the log-sum-exp [X * Q, H] of their
+        scores, else nothing."""
         num_queries, width, head_dim = queries.num_queries, q.shape[1] * q.shape[2], q.shape[2]
         if queries.places is None:
             keys, values = copy.keys.narrow(1, 0, self._longest), copy.values.narrow(1, 0, self._longest)
@@ -862,12 +982,17 @@ class GroupCopy:
             scores.div_(softcap).tanh_().mul_(softcap)
         if queries.mask is not None:
             scores.view(len(queries.mask), self._num_kv_heads, num_queries, -1, self._longest).add_(queries.mask)
-        mixed = torch.bmm(torch.softmax(scores, -1), values)
+        weights = torch.softmax(scores, -1)
+        mixed = torch.bmm(weights, values)
         if sinks is not None:
             mixed = without_sinks(mixed, scores, sinks, self._num_kv_heads)
-        if num_queries > 1:
-            mixed = mixed.view(-1, self._num_kv_heads, num_queries, width // self._num_kv_heads).transpose(1, 2)
-        return mixed.reshape(-1, width)
+        total = self._by_query(logsumexp_of(scores, weights), num_queries) if has_total else self._zero
+        return self._by_query(mixed, num_queries), total
+
+    def _by_query(self, found: torch.Tensor, num_queries: int) -> torch.Tensor:
+        """[X * K, Q * H / K, ..] -> [X * Q, H * ..]."""
+        found = found.view(-1, self._num_kv_heads, num_queries, found.numel() // len(found) // num_queries)
+        return found.transpose(1, 2).reshape(-1, self._num_kv_heads * found.shape[3])
 
     def _make(self, kv: torch.Tensor) -> LayerCopy:
         """Places full of zeros: what is hidden is multiplied by 0, which must give 0."""

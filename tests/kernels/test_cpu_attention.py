@@ -49,3 +49,29 @@ def test_every_kind_of_row_equals_the_definition(rows, heads, kv_heads, head_dim
     out = cpu.attention(q, case.kv, batch, 0, 0.2, window, softcap)
     expected = reference_attention(q, case, 0.2, window, softcap)
     assert relative_error(out, expected) < tolerance(torch.float32)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "softcap"), SHAPES)
+@pytest.mark.parametrize("sharing", [[0, 1, 2, 3], [0, 1], [1, 3]])
+def test_prompts_that_begin_alike_equal_the_definition(sharing, heads, kv_heads, head_dim, block_size, window, softcap):
+    counts = [30, 20, 40, 25]
+    case = make_paged_case(
+        [75, 60, 100, 90], counts, kv_heads, head_dim, block_size, torch.float32, torch.device("cpu")
+    )
+    slots = case.row_slot[sharing].long()
+    case.block_table[slots, : 40 // block_size] = case.block_table[slots[0], : 40 // block_size]
+    batch = batch_of(case, 0)
+    batch.plans = [cpu.prepare_attention(batch, 0, case.kv, window)]
+    q = torch.randn(sum(counts), heads, head_dim)
+    out = cpu.attention(q, case.kv, batch, 0, 0.2, window, softcap)
+    assert relative_error(out, reference_attention(q, case, 0.2, window, softcap)) < tolerance(torch.float32)
+
+
+def test_a_tile_reads_what_its_prompts_begin_with_once():
+    case = make_paged_case([100, 100, 100], [20, 20, 20], 2, 8, 4, torch.float32, torch.device("cpu"))
+    apart = cpu.prepare_attention(batch_of(case, 0), 0, case.kv, None).tiles
+    case.block_table[:, :18] = case.block_table[int(case.row_slot[0]), :18]
+    (tile,) = cpu.prepare_attention(batch_of(case, 0), 0, case.kv, None).tiles
+    assert [part.mask.shape[1] for part in apart] == [300]
+    assert tile.mask.shape[1] == 300 - 2 * 72
+    assert len(tile.places) == 2 * 2 * tile.mask.shape[1] // 4  # keys and values of two heads, by block

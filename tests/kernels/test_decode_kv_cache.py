@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -52,7 +53,12 @@ class Case:
         return batch
 
     def step(
-        self, counts: dict[int, int] | None = None, *, softcap: float | None = None, admitted: tuple[int, ...] = ()
+        self,
+        counts: dict[int, int] | None = None,
+        *,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        admitted: tuple[int, ...] = (),
     ) -> bool:
         """New tokens for rows, by slot (one for each, where nothing is said), both ways; returns whether a copy was
         used."""
@@ -61,7 +67,7 @@ class Case:
         kept = self.batch(counts, self.decode_kv_cache, list(admitted))
         found, expected = (
             cpu.attention_qkv(
-                qkv.clone(), None, None, 1e-6, None, self.kv, batch, 0, HEADS, KV_HEADS, 0.3, None, softcap
+                qkv.clone(), None, None, 1e-6, None, self.kv, batch, 0, HEADS, KV_HEADS, 0.3, None, softcap, sinks=sinks
             )
             for batch in (kept, self.batch(counts, None, []))
         )
@@ -71,17 +77,19 @@ class Case:
             self.starts[slot] += count
         return kept.plans[0].kv_copy is not None
 
-    def check(self) -> int:
-        """Whatever the copies count of any slot is what the paged cache holds. Returns how many tokens they count."""
+    def check(self, slots: Iterable[int] | None = None) -> int:
+        """Whatever the copies count of these slots, or any, is what the paged cache holds. Returns how many tokens they
+        count."""
         num_known = 0
         for kept in self.decode_kv_cache.copies.values():
-            for slot in range(len(self.tables)):
+            for slot in range(len(self.tables)) if slots is None else slots:
                 held = kept.held(slot, self.kv)
                 if held is None:
                     continue
-                count = held.shape[2]
+                first, both = held
+                count = both.shape[2]
                 paged = self.kv[self.tables[slot].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, K, tokens, D]
-                torch.testing.assert_close(held, paged[:, :, :count], rtol=0, atol=0)
+                torch.testing.assert_close(both, paged[:, :, first : first + count], rtol=0, atol=0)
                 num_known += count
         return num_known
 
