@@ -22,7 +22,7 @@ from inferengine.wire.messages import Reject, Submit, from_u32
 from tests.frontends.garbage import without_collector
 from tests.frontends.scripted_engine import Script
 from tests.frontends.websocket.builders import (
-    FrontendServer,
+    Server,
     Socket,
     make_engine,
     model_files,
@@ -40,7 +40,7 @@ TOKENIZER = Tokenizer.from_files(model_files())
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontendServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     def answer(submit: Submit, choice: int) -> Script:
         prompt = TOKENIZER.decode(list(from_u32(submit.prompt or b"")), True)
         if "refused" in prompt:
@@ -93,7 +93,7 @@ def asks_for_figures(socket: Socket) -> None:
     "act", [says_nothing, reads_to_the_end, cancels, leaves_in_the_middle, is_refused, asks_for_figures]
 )
 def test_a_closed_socket_leaves_nothing(
-    server: FrontendServer, act: Callable[[Socket], None], end: Callable[[Socket], None]
+    server: Server, act: Callable[[Socket], None], end: Callable[[Socket], None]
 ) -> None:
     with without_collector(*TYPES) as left:
         for _ in range(SOCKETS):
@@ -105,7 +105,7 @@ def test_a_closed_socket_leaves_nothing(
         assert left() == {}
 
 
-def test_a_refused_handshake_leaves_nothing(server: FrontendServer) -> None:
+def test_a_refused_handshake_leaves_nothing(server: Server) -> None:
     with without_collector(*TYPES) as left:
         for _ in range(SOCKETS):
             with pytest.raises(InvalidStatus), open_socket(server, origin="https://elsewhere.example"):

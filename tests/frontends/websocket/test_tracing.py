@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.builders import address_of, run_service
-from tests.frontends.websocket.builders import FrontendServer, open_socket, serving, wait_until
+from tests.frontends.websocket.builders import Server, open_socket, serving, wait_until
 
 pytest.importorskip("opentelemetry.sdk.trace", reason="no OpenTelemetry SDK: pip install 'inferengine[otel]'")
 
@@ -26,7 +26,7 @@ Take = Callable[[int], list[ReadableSpan]]
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[tuple[FrontendServer, Take]]:
+def house() -> Iterator[tuple[Server, Take]]:
     """A front end, and the next spans of it and its engine, the front end's first."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -56,7 +56,7 @@ def ids_of(span: ReadableSpan) -> tuple[str, str]:
     return f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}" if span.parent else ""
 
 
-def test_the_trace_of_a_frame_continues_in_the_engine(house: tuple[FrontendServer, Take]) -> None:
+def test_the_trace_of_a_frame_continues_in_the_engine(house: tuple[Server, Take]) -> None:
     server, take = house
     with open_socket(server) as client:
         client.generate("r1", "the fox", params={"max_tokens": 6, "n": 2}, label="seen-1", traceparent=PARENT)
@@ -77,7 +77,7 @@ def test_the_trace_of_a_frame_continues_in_the_engine(house: tuple[FrontendServe
     assert "the fox" not in request.to_json()  # never what was said
 
 
-def test_a_frame_without_a_parent_is_a_child_of_the_handshake_s(house: tuple[FrontendServer, Take]) -> None:
+def test_a_frame_without_a_parent_is_a_child_of_the_handshake_s(house: tuple[Server, Take]) -> None:
     server, take = house
     with open_socket(server, additional_headers={"traceparent": PARENT}) as client:
         client.generate("r1", params={"max_tokens": 2})
@@ -90,7 +90,7 @@ def test_a_frame_without_a_parent_is_a_child_of_the_handshake_s(house: tuple[Fro
         assert ids_of(request) == ("1" * 32, "2" * 16)
 
 
-def test_without_any_parent_a_trace_begins_here(house: tuple[FrontendServer, Take]) -> None:
+def test_without_any_parent_a_trace_begins_here(house: tuple[Server, Take]) -> None:
     server, take = house
     with open_socket(server) as client:
         client.send(
@@ -104,7 +104,7 @@ def test_without_any_parent_a_trace_begins_here(house: tuple[FrontendServer, Tak
     assert told_by(request)["gen_ai.operation.name"] == "chat"
 
 
-def test_a_refused_request_has_its_error_type_and_is_no_server_failure(house: tuple[FrontendServer, Take]) -> None:
+def test_a_refused_request_has_its_error_type_and_is_no_server_failure(house: tuple[Server, Take]) -> None:
     server, take = house
     with open_socket(server) as client:
         client.generate("r1", params={"temperature": 9.0})
@@ -114,7 +114,7 @@ def test_a_refused_request_has_its_error_type_and_is_no_server_failure(house: tu
     assert request.status.is_ok or request.status.is_unset
 
 
-def test_a_disconnect_ends_the_span_and_a_resume_has_its_own(house: tuple[FrontendServer, Take]) -> None:
+def test_a_disconnect_ends_the_span_and_a_resume_has_its_own(house: tuple[Server, Take]) -> None:
     server, take = house
     request_id = "ab" * 16
     with open_socket(server) as client:
