@@ -67,6 +67,8 @@ def _gated_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Activate and multiply: x [T, 2 * WIDTH] -> out [T, WIDTH]. Grid: (T, blocks of columns). A program computes BLOCK
+    columns of one token's row."""
     allow_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -115,6 +115,8 @@ def _rms_norm_kernel(
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Norm x [T, WIDTH] -> out; with RESIDUAL the sum of x and the residual, which is stored there. Grid: (T,). A
+    program computes one token's row."""
     allow_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -143,6 +145,8 @@ def _add_parts_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Add parts [PARTS, T, WIDTH] fp32 to the residual [T, WIDTH] in place, and norm the sum -> out. Grid: (T,). A
+    program computes one token's row."""
     allow_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)

@@ -129,6 +129,9 @@ def _rope_write_kernel(
     ROPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Norm and rotate queries and keys of qkv [T, (H + 2 K) * D]; queries -> q [T, H, D], keys and values -> the cache
+    at their slots. Grid: (T, groups of HEADS heads). A program computes HEADS of one token's query, key and value
+    heads."""
     allow_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     cos_sin_row = cos_sin_ptr

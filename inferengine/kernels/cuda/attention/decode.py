@@ -408,6 +408,13 @@ def _decode_kernel(
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Attend with one query a row over its paged context: q [B, H, D] or, with PACKED, qkv [B, (H + 2 K) * D] -> out
+    [B, H * D].
+
+    Grid: (KV heads, splits of a context, B). A program attends with the GROUP query heads of one KV head over its share
+    of the row's tiles; with PACKED it rotates the query first, and the last split writes the new key and value. Of
+    several splits the last one to arrive combines all.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     allow_next(PDL)

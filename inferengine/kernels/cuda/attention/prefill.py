@@ -257,6 +257,12 @@ def _prefill_kernel(
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Attend with all new tokens of the rows over their paged contexts, causally: q [T, H, D] -> out [T, H * D].
+
+    Grid: (KV heads, tiles of tokens, splits). A program attends with TILE_TOKENS tokens of one row and the GROUP query
+    heads of one KV head; tiles beyond a row's tokens end at once. With SPLIT programs share a tile's keys, and the last
+    one to arrive adds up their parts.
+    """
     allow_next(PDL)
     wait_for_previous(PDL)
     kv_head = tl.program_id(0)

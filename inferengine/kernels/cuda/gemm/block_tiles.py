@@ -286,6 +286,11 @@ def _product_kernel(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply x [M, K] by a weight [N, K] in a block format, given as planes -> out [M, N].
+
+    Grid: (tiles of M and N, splits of K). A program sums CHUNK columns for a [BLOCK_N, BLOCK_M] tile; of several splits
+    the last one to arrive adds up all and writes. With BLOCK_M 1 the vector units multiply.
+    """
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile_id = tl.program_id(0)
     m_tile = tile_id // N_TILES
@@ -350,6 +355,8 @@ def _numbers_kernel(
     MINS: tl.constexpr,
     GATHER: tl.constexpr,
 ):
+    """Dequantize rows of a weight [N, K] in a block format -> out [rows, K]: all rows, or with GATHER those of the ids.
+    Grid: (blocks of rows, steps of K). A program writes STEP columns of ROWS rows."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start = tl.program_id(1) * STEP
     k = tl.arange(0, 32)

@@ -174,6 +174,11 @@ def _gemv_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply one row x [K] by weight [N, K] -> out [N], on the vector units; with NORM of the normed x, with GATED
+    weight [2 * N, K].
+
+    Grid: (blocks of outputs,). A program computes BLOCK_N outputs and reads its first weights before it waits for x.
+    """
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -297,6 +302,11 @@ def _tile_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply x [M, K] by weight [N, K] -> out [M, N] on the tensor cores; with GATED by weight [2 * N, K].
+
+    Grid: (tiles of M and N, splits of K). A program sums its chunks of columns, in order, for a [BLOCK_N, BLOCK_M]
+    tile; of several splits the last one to arrive adds up all and writes.
+    """
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     M_GROUP: tl.constexpr = 8  # tiles of rows that walk the weight together, so that L2 serves it
     m_tiles = tl.cdiv(num_rows, BLOCK_M)

@@ -142,6 +142,12 @@ def _wide_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply x [M, K] by weight [N, K], with GATED [2 * N, K], both read by the tensor memory accelerator, -> out [M,
+    N], with PARTS [SPLITS, M, N] fp32.
+
+    Grid: (tiles of M and N, splits of K), tiles of the same weight side by side. A program sums CHUNK columns for a
+    tile; without PARTS the last split to arrive adds up all and writes.
+    """
     m_tiles = tl.cdiv(num_rows, BLOCK_M)
     tile = tl.program_id(0)
     m_first = (tile % m_tiles) * BLOCK_M  # tiles of rows that read the same weight run side by side

@@ -113,6 +113,8 @@ def _quantize_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Round rows to codes with a scale each: x [T, K], or [T, 2 * K] with GATED, -> codes [T, K], scales [T]. Grid:
+    (T,). A program rounds one row, after the gate, the sum of the parts and the norm where it has them."""
     allow_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -139,6 +141,8 @@ def _quantize_kernel(
 
 @triton.jit
 def _scale_kernel(products_ptr, row_scales_ptr, column_scales_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Scale int32 sums: products [T, N] * row scales [T] * column scales [N] -> out [T, N]. Grid: (T, blocks of
+    columns). A program scales BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     product = tl.load(products_ptr + row * N + n, mask=n < N, other=0).to(tl.float32)
@@ -157,6 +161,8 @@ def _numbers_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Dequantize 8-bit codes [N, K] -> out [N, K]. Grid: (N, blocks of columns). A program writes BLOCK columns of one
+    row."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     number = tl.load(codes_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)

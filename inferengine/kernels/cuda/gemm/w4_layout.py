@@ -81,6 +81,8 @@ def _numbers_kernel(
     SLICES: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    """Dequantize packed 4-bit codes to out [N, K]. Grid: (tiles of 16 rows, slices of 128 columns). A program writes
+    one tile's slice."""
     tile = tl.program_id(0).to(tl.int64)
     part = tile * SLICES + tl.program_id(1)
     row = tl.arange(0, 16)

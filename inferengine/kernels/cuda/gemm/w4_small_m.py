@@ -305,6 +305,13 @@ def _small_m_kernel(
     HARDWARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply up to BLOCKS * 8 rows of x at a time by a packed 4-bit weight -> out [M, N], codes straight from
+    registers.
+
+    Grid: (tiles of 16 weight rows, TILES to a program and with GATED one of gate and one of up; blocks of x's rows).
+    The warps of a program take every WARPS-th slice of 128 columns, AHEAD slices on their way at a time, and add their
+    sums at the end.
+    """
     PASSES: tl.constexpr = ((SLICES + WARPS - 1) // WARPS + AHEAD - 1) // AHEAD
     OTHER: tl.constexpr = N // 16 if GATED else 1  # how far the second tile is
     shape: tl.constexpr = (SLICES, PARTS, WARPS, AHEAD, TILES, OTHER)

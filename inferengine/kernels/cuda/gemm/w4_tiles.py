@@ -117,6 +117,11 @@ def _nibble_kernel(
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply x [M, K], its columns in the order of the words, by a packed 4-bit weight -> out [M, N].
+
+    Grid: (tiles of M and N, splits of K). A program sums its slices for a [BLOCK_N, BLOCK_M] tile; of several splits
+    the last one to arrive adds up all and writes.
+    """
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile_id = tl.program_id(0)
     split = tl.program_id(1)

@@ -177,6 +177,8 @@ def _vector_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply one row x [K] by 8-bit codes [N, K], with GATED [2 * N, K], -> out [N], on the vector units. Grid:
+    (blocks of outputs,). A program computes BLOCK_N outputs and reads its first codes before it waits for x."""
     SHARED: tl.constexpr = BLOCK_ROWS % BLOCK_N == 0 and N % BLOCK_N == 0
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
@@ -255,6 +257,11 @@ def _tile_kernel(
     CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply x [M, K] by 8-bit codes [N, K] -> out [M, N] on the tensor cores.
+
+    Grid: (tiles of M and N, splits of K). A program sums CHUNK columns for a [BLOCK_N, BLOCK_M] tile; of several splits
+    the last one to arrive adds up all and writes.
+    """
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     EVEN: tl.constexpr = N % BLOCK_N == 0 and K % (CHUNK * SPLITS) == 0
     tile_id = tl.program_id(0)

@@ -63,6 +63,11 @@ def _combine_kernel(
     PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Add the K weighted outputs of each token to the residual, and norm the sum.
+
+    outputs [T * K, WIDTH], weights [T, K] fp32, residual [T, WIDTH] in place, out [T, WIDTH] with NORM. Grid: (T,). A
+    program computes one token's row, its experts in order.
+    """
     allow_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)

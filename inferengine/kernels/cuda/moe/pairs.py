@@ -106,6 +106,11 @@ def _pair_kernel(
     HARDWARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply each pair of token and expert by itself, on the vector units.
+
+    x [T or T * k, K], codes and scales as ExpertMatrix has them, out [T * k, WIDTH]. Grid: (blocks of outputs, T * k).
+    A program computes BLOCK_N outputs of one pair; with GATED rows of gate and up alternate in the weight.
+    """
     WIDTH: tl.constexpr = N // 2 if GATED else N
     STEP: tl.constexpr = 2 if GATED else 1
     pair = tl.program_id(1)

@@ -129,6 +129,8 @@ def _choose_kernel(
     HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Choose the K best experts of each token: logits [T, EXPERTS] -> ids [T, K] int32, weights [T, K] fp32. Grid:
+    (T,). A program finds one token's experts, one after the other."""
     allow_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
@@ -181,6 +183,8 @@ def _choose_kernel(
 def _group_kernel(
     ids_ptr, order_ptr, starts_ptr, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    """Sort pairs by expert: ids [num_pairs] -> order [num_pairs], starts [EXPERTS + 1]. Grid: (EXPERTS,). A program
+    counts the pairs of the experts before its own, then writes its own expert's, in the order of their numbers."""
     allow_next(PDL)
     expert = tl.program_id(0)
     i = tl.arange(0, BLOCK)
