@@ -63,6 +63,7 @@ def service(model: str, words: list[str], http: int, ws: int) -> Iterator[str]:
 
 
 def in_process(model: LLM) -> Way:
+    """Ask the library, in this process."""
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
     def ask(prompt: list[int]) -> None:
@@ -73,6 +74,7 @@ def in_process(model: LLM) -> Way:
 
 
 def over_zeromq(client: Client) -> Way:
+    """Ask the engine over its own wire."""
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
     def ask(prompt: list[int]) -> None:
@@ -83,6 +85,7 @@ def over_zeromq(client: Client) -> Way:
 
 
 def over_http(port: int) -> Way:
+    """Ask the HTTP front end over one connection that stays open."""
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/v1/models")
     name = json.loads(connection.getresponse().read())["data"][0]["id"]
@@ -101,6 +104,8 @@ def over_http(port: int) -> Way:
 
 
 def over_websocket(socket: ClientConnection) -> Way:
+    """Ask the websocket front end over an open socket."""
+
     def ask(prompt: list[int]) -> None:
         params = {"max_tokens": 1, "temperature": 0, "ignore_eos": True}
         socket.send(json.dumps({"type": "generate", "id": "a", "prompt_ids": prompt, "params": params}))

@@ -244,6 +244,7 @@ def latency_ms(late_s: list[tuple[int, float]]) -> dict[str, dict[str, float]]:
 
 
 def percentiles_ms(samples_s: list[float]) -> dict[str, float]:
+    """Return percentiles and the worst of samples in seconds, as milliseconds."""
     ordered = sorted(samples_s)
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "worst": 1.0}
     return {name: round(ordered[int(share * (len(ordered) - 1))] * 1e3, 3) for name, share in shares.items()}
@@ -262,6 +263,7 @@ def cpu_s(pid: int) -> tuple[float, float]:
 
 
 def memory_mib(pid: int) -> float:
+    """Return the resident memory of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
@@ -291,6 +293,7 @@ def front_end(kind: str, port: int, num_workers: int, step_s: float, tokens: int
 def measure(
     arguments: argparse.Namespace, mode: str, step_s: float, port: int, streams: int, tokens: int
 ) -> dict[str, Any]:
+    """Measure one mode: `streams` streams of `tokens` tokens each, a step every `step_s`."""
     with front_end("http", port, arguments.workers, step_s, tokens) as (workers, sent_s):
         idle_mib = max(map(memory_mib, workers))
         rounds, late_s = [], []
@@ -324,6 +327,7 @@ def measure(
 
 
 def run_peer(address: str, step_s: float, sent_s: Any = None) -> None:
+    """Be the process of an engine without a model. `sent_s`: an array for when each token was sent."""
     Peer(address, step_s, sent_s).run()
 
 

@@ -115,6 +115,7 @@ async def one_round(
 def measure(
     arguments: argparse.Namespace, mode: str, step_s: float, port: int, streams: int, tokens: int
 ) -> dict[str, Any]:
+    """Measure one mode: `streams` streams of `tokens` tokens each, a step every `step_s`, on a few sockets."""
     sockets = min(arguments.sockets, streams)
     with front_end("ws", port, arguments.workers, step_s, tokens) as (workers, sent_s):
         idle_mib = max(map(memory_mib, workers))

@@ -69,6 +69,7 @@ def run_engine(address: str) -> None:
 
 
 def http_request(tokens: int) -> bytes:
+    """Return the bytes of a streamed completion of so many tokens."""
     asked = {"prompt": "go", "max_tokens": tokens, "ignore_eos": True, "stream": True, "resubmit": False}
     body = json.dumps(asked).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -76,6 +77,7 @@ def http_request(tokens: int) -> bytes:
 
 
 def ws_request(tokens: int) -> bytes:
+    """Return the websocket frame of a request for so many tokens."""
     params = {"max_tokens": tokens, "ignore_eos": True}
     asked = {"type": "generate", "id": "r", "prompt": "go", "params": params, "resubmit": False}
     return frame(json.dumps(asked))
@@ -170,6 +172,7 @@ async def stream_to_its_end(begun: asyncio.Semaphore, killed: asyncio.Event) -> 
 
 
 def figures() -> dict[str, Any]:
+    """Return the engine's /stats."""
     with urllib.request.urlopen(f"http://127.0.0.1:{HTTP_PORT}/stats", timeout=30) as answer:
         return dict(json.load(answer))
 
@@ -186,10 +189,11 @@ def settled() -> dict[str, Any]:
 
 
 def open_files(pid: int) -> int:
+    """Return how many descriptors a process has open."""
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-class House:
+class ServiceProcesses:
     """The engine's, the HTTP front end's and the websocket front end's process."""
 
     def __init__(self, folder: str) -> None:
@@ -223,17 +227,17 @@ class House:
         self.engine.join()
 
 
-async def restart(house: House, streams: int) -> dict[str, float]:
+async def restart(service: ServiceProcesses, streams: int) -> dict[str, float]:
     """Kill the engine while `streams` streams run, and start it again. The front ends keep running."""
     begun, killed = asyncio.Semaphore(0), asyncio.Event()
     reading = [asyncio.create_task(stream_to_its_end(begun, killed)) for _ in range(streams)]
     async with asyncio.timeout(30):
         for _ in range(streams):
             await begun.acquire()
-    house.engine.kill()
-    house.engine.join()
+    service.engine.kill()
+    service.engine.join()
     killed.set()
-    house.start_engine()
+    service.start_engine()
     started = time.monotonic()
     ends = await asyncio.gather(*reading)
     await asyncio.to_thread(wait_ready, HTTP_PORT)
@@ -252,21 +256,21 @@ def main() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 65_536)), hard))
     with tempfile.TemporaryDirectory() as folder:
-        house = House(folder)
+        service = ServiceProcesses(folder)
         try:
             asyncio.run(cycles(200, arguments.seed - 200))  # warms up
             settled()
-            before = house.state()
+            before = service.state()
             started = time.monotonic()
             ways = asyncio.run(cycles(arguments.cycles, arguments.seed))
             seconds = time.monotonic() - started
             idle_figures = asyncio.run(idle(arguments.idle))
             stats = settled()
             time.sleep(2.0)
-            after = house.state()
-            restarted = asyncio.run(restart(house, arguments.streams))
+            after = service.state()
+            restarted = asyncio.run(restart(service, arguments.streams))
         finally:
-            house.close()
+            service.close()
     leaks = {name: after[name]["files"] - before[name]["files"] for name in before}
     clean = not stats["active_requests"] and not stats["cache"]["used_pages"] and max(leaks.values()) <= FILES_GRACE
     results = {

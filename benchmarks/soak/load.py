@@ -28,7 +28,7 @@ FILL_TOKENS = 1900  # of a prompt that fills the cache; the embedded model's con
 WORDS = ("queue", "engine", "cache", "block", "token", "stream", "wire", "step", "batch", "grammar", "page", "rank")
 
 
-class Note(NamedTuple):
+class EndedRequest(NamedTuple):
     """The record of one ended request."""
 
     at_s: float
@@ -70,7 +70,7 @@ class Load:
         self.cases = soak_cases()
         self.references: dict[str, Texts] = {}
         self.batch_texts: dict[int, str] = {}  # by number of the line
-        self.notes: list[Note] = []  # since the last sample
+        self.notes: list[EndedRequest] = []  # since the last sample
         self.gaps_s: list[float] = []
         self.totals: Counter[str] = Counter()
         self.compared = 0
@@ -236,7 +236,9 @@ class Load:
 
     def _short(self, name: str, kind: str, detail: str, began_s: float) -> None:
         way = "http"
-        self._judge(Note(time.monotonic(), name, "read", kind, detail, True, None, time.monotonic() - began_s), way)
+        self._judge(
+            EndedRequest(time.monotonic(), name, "read", kind, detail, True, None, time.monotonic() - began_s), way
+        )
 
     def _note(self, way: str, name: str, manner: str, result: Result, began_s: float) -> None:
         times = result.times
@@ -244,11 +246,13 @@ class Load:
         if manner != "slow":
             self.gaps_s += times.gaps_s
         self._judge(
-            Note(time.monotonic(), name, manner, result.kind, result.detail, True, first_s, time.monotonic() - began_s),
+            EndedRequest(
+                time.monotonic(), name, manner, result.kind, result.detail, True, first_s, time.monotonic() - began_s
+            ),
             {"sse": "http", "json": "http"}.get(way, way),
         )
 
-    def _judge(self, note: Note, way: str) -> None:
+    def _judge(self, note: EndedRequest, way: str) -> None:
         began_s, touched = note.at_s - note.seconds, self.disturbances.touched
         expected = note.kind in ("ended", "cancelled")
         if note.kind == "lost":
