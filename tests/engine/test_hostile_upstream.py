@@ -92,7 +92,8 @@ def test_what_comes_after_the_end_is_not_read() -> None:
         assert server.left.wait(60), "the connection stands"
 
 
-def test_what_comes_after_the_reason_ends_without_a_mark_too() -> None:
+def test_what_comes_after_the_reason_ends_without_a_mark_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inferengine.engine.upstream.servers.TAIL_S", 0.5)
     ending = (event(text="x", finish_reason="stop"),)
     with FakeServer(repeats(*ending, again=b": more\n" * 1000)) as server, relay(server.url) as service:
         text, row = ask(service)
@@ -140,13 +141,13 @@ def test_comments_between_tokens_are_no_silence() -> None:
         handler.begin()
         for _ in range(8):
             handler.wfile.write(b": wait\n\n")
-            time.sleep(0.1)
+            time.sleep(0.3)
             handler.wfile.write(event(token_ids=[5]))
         handler.wfile.write(event(finish_reason="stop") + DONE)
 
     with (
         FakeServer(is_slow, gives_ids=True) as server,
-        relay(server.url, upstream={"read_timeout_s": 0.5}) as service,
+        relay(server.url, upstream={"read_timeout_s": 2.0}) as service,
     ):
         assert ask(service)[1].reason == "stop"
 
