@@ -496,6 +496,8 @@ def make_submit(
     text, messages = options.get("text"), options.get("messages")
     if (prompt_ids is not None) + (text is not None) + (messages is not None) != 1:
         raise InvalidRequest("prompt", "give exactly one of prompt_ids, text and messages")
+    if params is not None and not isinstance(params, SamplingParams):
+        raise InvalidRequest("params", "must be SamplingParams(max_tokens=16, ...)")
     values = (params or SamplingParams()).to_map()
     reply = options.get("reply", "tokens")
     if reply == "tokens":

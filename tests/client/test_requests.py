@@ -85,6 +85,12 @@ def test_what_cannot_be_sent_is_refused_and_the_other_requests_go_on(options: An
     assert [message.id for message in engine.received(Submit)] == [request.id]
 
 
+def test_parameters_of_another_type_are_refused() -> None:
+    params: Any = {"max_tokens": 5}
+    with pytest.raises(InvalidRequest, match=r"params: must be SamplingParams\(max_tokens=16"):
+        ScriptedEngine().session.submit([1], params)
+
+
 @pytest.mark.parametrize("request_id", [b"12", b"x" * 17, "x" * 16])
 def test_an_id_that_is_none_is_refused_here(request_id: Any) -> None:
     """The engine's answer to it could not name the request, whose reader would wait for ever."""

@@ -201,6 +201,11 @@ class TestAddresses:
                 EngineService(config, make_card(), Gate)
         assert not list(tmp_path.glob("**/*.sock*"))
 
+    def test_a_port_of_metrics_that_is_none_is_named(self, tmp_path: Path) -> None:
+        config = make_config(str(tmp_path), engine={"metrics_port": 70000})
+        with pytest.raises(AddressTaken, match=r"engine.metrics_port 70000 .* \(ports end at 65535\): choose another"):
+            EngineService(config, make_card(), Gate)
+
     def test_the_socket_is_not_for_everybody(self, tmp_path: Path) -> None:
         with run_service(wire={"socket": f"ipc://{tmp_path}/e.sock"}):
             assert not stat.S_IMODE(os.stat(tmp_path / "e.sock").st_mode) & 0o007
