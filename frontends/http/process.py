@@ -70,9 +70,10 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
             reload.run_if_due(shared.keys.reload_if_any)
 
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]  # it would cut the streams at once
-    # uvicorn raises its signals again when it is done, for the handlers that were set before: these do nothing.
+    # Those that come before uvicorn has its own handlers. It also raises its signals again here when it is done.
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, lambda number, _: signals.append(number))
     service = make_service(config, shared.metrics, shared.keys, shared.quotas, shared.responses_path)
     tls = tls_files("http", config.http.tls_certificate, config.http.tls_key)
     server = FrontendServer(
@@ -93,7 +94,7 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
         shared.metrics.refusals,
     )
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        return runner.run(_serve(server, service, shared.sockets, config.engine.drain_timeout_s, turn))
+        return runner.run(_serve(server, service, shared.sockets, config.engine.drain_timeout_s, turn, signals))
 
 
 def connection_limits(http: HttpConfig) -> ConnectionLimits:
@@ -113,6 +114,7 @@ async def _serve(
     sockets: list[socket.socket],
     drain_timeout_s: float,
     on_turn: Callable[[bool], None],
+    early_signals: list[int],
 ) -> int:
     serving = asyncio.create_task(server.serve(sockets=sockets))
     parent = os.getppid()
@@ -125,6 +127,8 @@ async def _serve(
             on_turn(server.should_exit)
         if os.getppid() != parent:
             server.should_exit = True  # the parent process, which restarts workers, is gone
+        if server.started and early_signals:
+            server.should_exit = True
         if server.should_exit and drain_until is None:
             drain_until = now + drain_timeout_s
             service.drain()

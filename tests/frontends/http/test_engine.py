@@ -260,14 +260,16 @@ def test_a_client_that_leaves_frees_its_blocks_within_two_steps() -> None:
             served.front.port, "/v1/completions", prompt="the fox", max_tokens=900, stream=True, ignore_eos=True
         ) as connection,
     ):
+        core = served.engine.core
+        assert core is not None
         device.let(1)
         assert connection.recv(10)
-        wait_until(lambda: served.used_pages > 0)
+        wait_until(lambda: core.scheduler.kv.usage > 0.0)
         connection.close()
         wait_until(lambda: served.front.service.num_calls == 0)
-        assert served.used_pages > 0  # the engine was asked after it had been told to cancel
+        served.http.get("/stats")  # the engine answers after it has been told to cancel
         device.let(2)
-        wait_until(lambda: served.used_pages == 0)
+        wait_until(lambda: core.scheduler.kv.usage == 0.0)
 
 
 def test_health_and_refusals_answer_during_a_step_that_does_not_end() -> None:

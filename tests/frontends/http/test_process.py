@@ -183,6 +183,22 @@ def test_workers_share_the_socket_and_the_figures(address: str) -> None:
         assert running.popen.wait(60) == ExitCode.OK
 
 
+def test_a_signal_that_comes_while_it_starts_ends_it(address: str) -> None:
+    program = """if True:
+        import os, signal, sys
+        from frontends.http import process
+        from inferengine.cli.main import main
+        make_service = process.make_service
+        def told_to_stop(*arguments):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return make_service(*arguments)
+        process.make_service = told_to_stop
+        sys.exit(main(sys.argv[1:]))
+    """
+    command = [sys.executable, "-c", program, "http", "--wire.socket", address, "--http.port", "0"]
+    assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == ExitCode.OK
+
+
 def test_a_worker_that_dies_is_replaced(address: str) -> None:
     with ScriptedEngine(address, says("the fox")), process(address, "--http.workers", "2") as running:
         children = Path(f"/proc/{running.popen.pid}/task/{running.popen.pid}/children")
