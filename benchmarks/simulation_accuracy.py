@@ -26,6 +26,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -314,19 +315,8 @@ def main() -> None:
             max_tokens=capacity.max_model_len,
             vocab_size=capacity.vocab_size,
         )
-        real: dict[float, Results] = {load: Results() for load in arguments.loads}
-        slices: dict[float, list[Slice]] = {load: [] for load in arguments.loads}
-        calibrate_part()
-        first = Results()  # warms up, and says how much the engine can do
-        run_real(executor, capacity, clock, yardstick, base, first)
-        most = first.figures()["requests_per_s"]
-        for number in range(num_slices):
-            for load in arguments.loads:
-                workload = replace(base, seed=1 + number)
-                if load:
-                    workload = replace(workload, arrivals="poisson", rate=load * most)
-                slices[load].append(run_real(executor, capacity, clock, yardstick, workload, real[load]))
-                calibrate_part()
+        run = partial(run_real, executor, capacity, clock, yardstick)
+        real, slices = run_loads(run, base, arguments.loads, num_slices, calibrate_part)
         measured: dict[str, Sequence[StepShape]] = {}
         if arguments.cost:
             profile = load_profile(arguments.cost)
@@ -348,6 +338,38 @@ def main() -> None:
         save_steps(arguments.steps, profile, measured)
     print(describe(profile.cost))
     rows = [predict(load, real[load], slices[load], profile, capacity, pace) for load in arguments.loads]
+    report(rows, about, num_slices, arguments)
+
+
+def run_loads(
+    run: Callable[[WorkloadOptions, Results], Slice],
+    base: WorkloadOptions,
+    loads: Sequence[float],
+    num_slices: int,
+    between: Callable[[], None],
+) -> tuple[dict[float, Results], dict[float, list[Slice]]]:
+    """Run the loads in slices, by turns, and call `between` before, between and after them. Returns the results and the
+    slices of each load: 0 is all at once, else a share of the requests per second that the engine can do."""
+    real: dict[float, Results] = {load: Results() for load in loads}
+    slices: dict[float, list[Slice]] = {load: [] for load in loads}
+    between()
+    first = Results()  # warms up, and says how much the engine can do
+    run(base, first)
+    most = first.figures()["requests_per_s"]
+    for number in range(num_slices):
+        for load in loads:
+            workload = replace(base, seed=1 + number)
+            if load:
+                workload = replace(workload, arrivals="poisson", rate=load * most)
+            slices[load].append(run(workload, real[load]))
+            between()
+    return real, slices
+
+
+def report(
+    rows: Sequence[dict[str, Any]], about: dict[str, Any], num_slices: int, arguments: argparse.Namespace
+) -> None:
+    """Print how far the simulated figures of each load are off, and write the result where that is asked for."""
     for row in rows:
         show(row)
     errors = [abs(error) for row in rows for error in judged(row["error"]).values()]
