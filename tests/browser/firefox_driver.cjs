@@ -45,7 +45,12 @@ const commands = {
   async wait_for_selector(page, selector, state) {
     const found = `(${FIND})(${JSON.stringify(selector)})`;
     const condition = state === "hidden" ? `!${found}.some(${SHOWN})` : `${found}.some(${SHOWN})`;
-    await page.waitForFunction(condition, { timeout: WAIT_MS });
+    try {
+      await page.waitForFunction(condition, { timeout: WAIT_MS });
+    } catch (error) {
+      const shown = await page.evaluate("[document.body.className, document.body.innerText.slice(-1500)].join(': ')");
+      throw new Error(`${error}; console: ${problems.join(" / ") || "nothing"}; the page shows ${shown}`);
+    }
   },
 };
 
