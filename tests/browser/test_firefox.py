@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,9 +244,20 @@ def test_what_is_exported_is_imported(page: Page, firefox: Firefox, server) -> N
     assert titles(other) == ["about foxes"]
 
 
+def wait_until_files_are_stored(page: Page) -> None:
+    """The chip is shown at once, its file is stored a moment later."""
+    module = "new URL('composer/unsent_files.js', document.querySelector('script[src$=\"chat.js\"]').src)"
+    stored = f"import({module}).then(({{ UnsentFiles }}) => new UnsentFiles().get('')).then((files) => files.length)"
+    deadline = time.monotonic() + 30
+    while not page.evaluate(stored):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_unsent_files_survive_a_reload(page: Page) -> None:
     choose_file(page, "attach-files", "a note", "notes.txt")
     page.wait_for_selector(".chip:has-text('notes.txt')")
+    wait_until_files_are_stored(page)
     page.reload()
     page.wait_for_selector(".chip:has-text('notes.txt')")
 
