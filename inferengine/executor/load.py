@@ -70,7 +70,7 @@ def load_model(
         deterministic=settings.deterministic,
     )
     if settings.random_weights:
-        weights.fill_random(model, dtype=dtype, device=settings.device, seed=settings.seed)
+        weights.fill_random(model, dtype=dtype, device=settings.device, seed=settings.seed, packing=True)
         progress("making random weights", 1.0)
     else:
         weights.load_weights(
@@ -80,6 +80,7 @@ def load_model(
             dtype=dtype,
             device=settings.device,
             progress=lambda share: progress("loading weights", share),
+            packing=True,
         )
     weights.finish(model)
     progress("packing weights", 1.0)

@@ -46,7 +46,9 @@ class Linear(nn.Module):
         )
 
     def finish(self) -> None:
-        """Pack the weight for the device, once it is loaded."""
+        """Pack the weight for the device, once it is loaded. Does nothing where that was done while loading."""
+        if self.packed is not None:
+            return
         stored = self.source
         if stored is None:
             assert self.weight is not None

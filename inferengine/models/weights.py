@@ -7,7 +7,7 @@ read: other formats can carry code.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from inferengine.gguf.reader import SUFFIX, read_gguf
+from inferengine.layers.linear import Linear
 from inferengine.layers.moe import ExpertLinear
 from inferengine.layers.norm import HeadNorm
 from inferengine.models.decoder import Target, WeightMap
@@ -47,23 +48,31 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     progress: ShareDone = lambda share: None,
+    packing: bool = False,
 ) -> None:
-    """Fill every parameter of `model` from the folder's safetensors. Raises ConfigError naming a tensor or file."""
-    _allocate(model, dtype, device)
-    _read_all(model, weight_map, folder, progress)
+    """Fill every parameter of `model` from the folder's safetensors. Raises ConfigError naming a tensor or file.
+
+    `packing`: each Linear gets its memory with its first tensor, and is packed after its last one. A model that is
+    quantized at load so never takes the memory of its numbers as a whole.
+    """
+    memory = Memory(model, dtype, device)
+    memory.allocate(later=_packed_alone(model) if packing else ())
+    _read_all(model, weight_map, folder, progress, memory)
 
 
 def check_weights(model: nn.Module, weight_map: WeightMap, folder: Path) -> None:
     """Check the files as `load_weights` does, for a model that is still on `meta`: every tensor is accounted for and
     none is copied. Whether a tied head equals the embedding is not checked. Raises ConfigError."""
-    _read_all(model, weight_map, folder, lambda share: None)
+    _read_all(model, weight_map, folder, lambda share: None, None)
 
 
-def _read_all(model: nn.Module, weight_map: WeightMap, folder: Path, progress: ShareDone) -> None:
+def _read_all(
+    model: nn.Module, weight_map: WeightMap, folder: Path, progress: ShareDone, memory: Memory | None
+) -> None:
     if folder.suffix == SUFFIX:
-        _read_gguf(model, weight_map, folder, progress)
+        _read_gguf(model, weight_map, folder, progress, memory)
         return
-    loader = _Loader(model, weight_map)
+    loader = _Loader(model, weight_map, memory)
     files = weight_files(folder)
     total, done = sum(path.stat().st_size for path in files if path.is_file()), 0
     for path in files:
@@ -81,10 +90,10 @@ def _read_all(model: nn.Module, weight_map: WeightMap, folder: Path, progress: S
     progress(1.0)
 
 
-def _read_gguf(model: nn.Module, weight_map: WeightMap, path: Path, progress: ShareDone) -> None:
+def _read_gguf(model: nn.Module, weight_map: WeightMap, path: Path, progress: ShareDone, memory: Memory | None) -> None:
     """Of a GGUF file, whose norms have no 1 left to be added."""
     targets = {name: target._replace(plus_one=False) for name, target in weight_map.targets.items()}
-    loader, shard = _Loader(model, weight_map._replace(targets=targets)), GgufShard(path)
+    loader, shard = _Loader(model, weight_map._replace(targets=targets), memory), GgufShard(path)
     total, done = sum(info.num_bytes for info in read_gguf(path).tensors.values()), 0
     for name in shard.sources:
         done += loader.load(shard, name, path.name)
@@ -108,17 +117,30 @@ def fill_random(
     device: torch.device,
     seed: int = 0,
     stored: torch.dtype = torch.bfloat16,
+    packing: bool = False,
 ) -> None:
     """Fill the model with random weights, for measuring speed without a checkpoint. The values are rounded to `stored`,
-    the type that such a checkpoint would have."""
-    _allocate(model, dtype, device)
+    the type that such a checkpoint would have. `packing` as of `load_weights`."""
+    memory, later = Memory(model, dtype, device), _packed_alone(model) if packing else ()
+    memory.allocate(later=later)
     generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    waiting = {linear: sum(1 for _ in linear.parameters()) for linear in later}
+    for name in [name for name, _ in model.named_parameters()]:
+        parameter, owner = memory.of(name), model.get_submodule(name.rpartition(".")[0])
         if parameter.dim() == 1:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
             parameter.data.copy_(parameter.data.to(stored))
+        if isinstance(owner, Linear) and owner in waiting:
+            waiting[owner] -= 1
+            if not waiting[owner]:
+                owner.finish()
+
+
+def _packed_alone(model: nn.Module) -> list[Linear]:
+    """The layers that are packed once their own tensors are there, whatever others have."""
+    return [module for module in model.modules() if type(module) is Linear and module.source is None]
 
 
 def finish(model: nn.Module) -> None:
@@ -166,8 +188,9 @@ def _check_index(folder: Path, origin: dict[str, str]) -> None:
 class _Loader:
     """Puts tensors in their places and tracks the places still empty."""
 
-    def __init__(self, model: nn.Module, weight_map: WeightMap) -> None:
-        self.model, self.map = model, weight_map
+    def __init__(self, model: nn.Module, weight_map: WeightMap, memory: Memory | None) -> None:
+        """`memory`: of the parameters; None: tensors are checked, not copied."""
+        self.model, self.map, self.memory = model, weight_map, memory
         self.parameters = dict(model.named_parameters())
         self.missing = {piece: None for name in self.parameters for piece in self._covered(name, None)}
         roots = (name.removeprefix(weight_map.root) for name in weight_map.targets if name.startswith(weight_map.root))
@@ -233,12 +256,28 @@ class _Loader:
             del self.missing[piece]
         source = tensor.transpose(-2, -1) if target.transpose else tensor
         source = source.flatten(0, 1) if target.stacked else source
-        if not place.is_meta:
+        if self.memory is not None:
+            self.parameters[parameter] = self.memory.of(parameter)
+            place = self._place(parameter, part)
             if cut is not None and len(source) < len(place):  # a part of the vocabulary, padded
                 place, rest = place[: len(source)], place[len(source) :]
                 rest.zero_()
             place.copy_(source.float().add_(1.0) if target.plus_one else source)
+            self._pack(parameter.rpartition(".")[0])
         return _num_bytes(tensor)
+
+    def _pack(self, name: str) -> None:
+        """Pack a module that is packed alone, where nothing of it is missing."""
+        module = self.model.get_submodule(name)
+        assert self.memory is not None
+        if not isinstance(module, Linear) or module not in self.memory.later:
+            return
+        own = [f"{name}.{each}" for each, _ in module.named_parameters()]
+        if any(piece in self.missing for each in own for piece in self._covered(each, None)):
+            return
+        weight = f"{name}.weight"
+        self.parameters[weight] = _as_meta(self.parameters[weight])  # its shape is still asked for
+        module.finish()
 
     def check_complete(self) -> None:
         """Raise ConfigError where a place is still empty, or a stored head differs from the embedding it is tied to."""
@@ -322,17 +361,42 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every parameter memory: in `dtype`, or in the `number_type` that it names. A shared one stays shared, and
-    one that has memory keeps it: a caller may have mapped a file."""
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id: the parameter, which must live on, and the new one
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.is_meta:
+class Memory:
+    """Gives parameters memory: in `dtype`, or in the `number_type` that they name. A shared one stays shared, and one
+    that has memory keeps it: a caller may have mapped a file."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        self._model, self._dtype, self._device = model, dtype, device
+        self.later: frozenset[nn.Module] = frozenset()  # modules whose parameters get memory in `of`
+
+    def allocate(self, later: Collection[nn.Module] = ()) -> None:
+        """Allocate all parameters but those of the modules `later`, which share none."""
+        self.later = frozenset(later)
+        made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id: the old one, which must live on, and the new
+        for module in self._model.modules():
+            if module in self.later:
                 continue
-            if id(parameter) not in made:
-                made[id(parameter)] = parameter, _allocated(parameter, dtype, device)
-            module.register_parameter(name, made[id(parameter)][1])
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.is_meta:
+                    continue
+                if id(parameter) not in made:
+                    made[id(parameter)] = parameter, _allocated(parameter, self._dtype, self._device)
+                module.register_parameter(name, made[id(parameter)][1])
+
+    def of(self, name: str) -> nn.Parameter:
+        """Return a parameter of the model, with memory."""
+        owner, _, own = name.rpartition(".")
+        module = self._model.get_submodule(owner)
+        parameter: nn.Parameter = getattr(module, own)
+        if parameter.is_meta:
+            parameter = _allocated(parameter, self._dtype, self._device)
+            module.register_parameter(own, parameter)
+        return parameter
+
+
+def _as_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same shape without memory."""
+    return nn.Parameter(torch.empty(parameter.shape, device="meta"), requires_grad=False)
 
 
 def _allocated(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

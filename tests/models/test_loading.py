@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from inferengine.config.model_path import EMBEDDED
 from inferengine.errors import ConfigError
 from inferengine.executor.load import dry_run
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.models import registry, table
+from inferengine.layers.linear import Linear
+from inferengine.models import registry, table, weights
 from inferengine.models.hf_config import ConfigReader, read_json
 from inferengine.models.weights import INDEX
 from inferengine.text.output_parser import FORMATS
@@ -100,7 +102,36 @@ def test_a_file_that_cannot_be_opened(folder):
 def test_a_model_larger_than_memory_is_said_to_be_so(folder):
     edit_config(folder, intermediate_size=10**12)
     with pytest.raises(MemoryError, match=r"no memory for a parameter of \[2000000000000, 48\]"):
-        Engine(folder)
+        Engine(folder, model={"load_format": "dummy"})
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_layer_is_packed_before_the_next_takes_memory(
+    folder: Path, load_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a model that is quantized at load would need the memory of its numbers as a whole: 131 GiB for a 70B in FP8,
+    which takes 68."""
+    held: list[int] = []
+    with_numbers: set[int] = set()
+    finish, allocated = Linear.finish, weights._allocated
+
+    def counting(parameter: torch.nn.Parameter, *where: Any) -> torch.nn.Parameter:
+        made = allocated(parameter, *where)
+        if made.dim() == 2 and 301 not in made.shape:  # neither embedding nor head
+            with_numbers.add(id(made))
+            held.append(len(with_numbers))
+        return made
+
+    def finishing(self: Linear) -> None:
+        with_numbers.discard(id(self.weight))
+        finish(self)
+
+    monkeypatch.setattr(weights, "_allocated", counting)
+    monkeypatch.setattr(Linear, "finish", finishing)
+    engine = Engine(folder, model={"load_format": load_format, "quantization": "int8"})
+    assert len(held) == 12
+    assert max(held) <= 2, "gate and up, or queries, keys and values, come one after the other"
+    assert len(engine.generate([[5, 6, 7]], 4)[0]) == 4
 
 
 def test_no_weights(folder):
