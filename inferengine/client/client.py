@@ -590,12 +590,19 @@ class Submission:
         self._use(client)
 
     def on_first(self, callback: Callable[[Delta], None]) -> None:
-        """Call `callback` once, with the first output or the end that the reader of the first choice takes."""
-        self.streams[0]._on_first = callback
+        """Call `callback` once, with the first output or the end of a choice that a reader takes."""
+
+        def once(delta: Delta) -> None:
+            self._drop_first()
+            callback(delta)
+
+        for stream in self.streams:
+            stream._on_first = once
 
     def _drop_first(self) -> None:
-        """Forget the callback of `on_first`. A pool's refers to this object, which would be a cycle."""
-        self.streams[0]._on_first = None
+        """Forget the callback of `on_first`. It refers to this object, which would be a cycle."""
+        for stream in self.streams:
+            stream._on_first = None
 
     def _use(self, client: AsyncClient) -> None:
         self._client = client

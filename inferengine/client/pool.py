@@ -14,7 +14,7 @@ engine is left it gets requests all the same.
 
 With `hedge_share`, a request that produces nothing for too long gets a second run on an idle engine (hedging.py). The
 run with the first output continues as the request; the other one is cancelled. The reader sees one stream with one end,
-and the usage of the run that won. Only requests with one choice and a single reader (not detached, no id of the
+and the usage of the run that won: of all choices. Only requests with a single reader (not detached, no id of the
 caller's own) are hedged.
 
 Engines may be added and removed (discovery.py). An engine that is no longer listed gets no new request, finishes what
@@ -539,7 +539,7 @@ class EnginePool:
             logger.warning("engine %s gets requests again", engine.client.address)
 
     def _on_first(self, pooled: _PooledRequest, delta: Delta) -> None:
-        """Record that a reader takes the first output of a request, or its end."""
+        """Record that a reader takes the first output of a request, of any choice, or the end of one."""
         if pooled.timer is not None:
             pooled.timer.cancel()
         if pooled.hedge is not None:
@@ -558,7 +558,7 @@ class EnginePool:
     def _plan_hedge(self, pooled: _PooledRequest, arguments: dict[str, Any]) -> None:
         """Schedule the hedge of a request, if it may have one."""
         delay_s = self._hedges.submitted(pooled.num_prompt)
-        if delay_s is None or len(pooled.submission.streams) != 1 or not arguments.get("resubmit", True):
+        if delay_s is None or not arguments.get("resubmit", True):
             return
         if arguments.get("reply") != "embedding":
             pooled.timer = asyncio.get_running_loop().call_later(delay_s, self._hedge, pooled)
@@ -588,7 +588,8 @@ class EnginePool:
         self._sent(engine, choice.num_new_tokens, asyncio.get_running_loop().time())
         pooled.hedge = _Hedge(engine, hedge)
         self.on_event("hedged")
-        hedge.collectors[0].on_output = partial(self._on_hedge_output, pooled, hedge)
+        for collector in hedge.collectors:
+            collector.on_output = partial(self._on_hedge_output, pooled, hedge)
         client.send()
 
     def _on_hedge_output(self, pooled: _PooledRequest, hedge: OpenRequest) -> None:
@@ -597,6 +598,9 @@ class EnginePool:
             return
         if hedge.failed:
             pooled.hedge = None  # refused, or lost: the first run goes on alone
+            return
+        if hedge.has_failed_choice:
+            self._end_hedge(pooled)
             return
         loser = pooled.engine
         if self._go_on_as_hedge(pooled):

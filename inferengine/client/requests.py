@@ -199,6 +199,11 @@ class OutputCollector:
         return self._finish is not None and self._finish.reason in ("stop", "length")
 
     @property
+    def has_failed(self) -> bool:
+        """It ended without output, by an error or a cancellation."""
+        return self.finished and not self.has_succeeded and not self.num_tokens
+
+    @property
     def exhausted(self) -> bool:
         """The terminal event has been read."""
         return self._taken
@@ -384,7 +389,12 @@ class OpenRequest:
     @property
     def failed(self) -> bool:
         """It ended without output, by an error or a cancellation."""
-        return all(item.finished and not item.has_succeeded and not item.num_tokens for item in self.collectors)
+        return all(item.has_failed for item in self.collectors)
+
+    @property
+    def has_failed_choice(self) -> bool:
+        """Some choice ended without output, by an error or a cancellation."""
+        return any(item.has_failed for item in self.collectors)
 
     def fail(self, error: InferEngineError) -> None:
         """End every open choice with `error`, unless `failover` takes the request elsewhere."""

@@ -74,7 +74,7 @@ def run(body: Body, count: int = 2) -> None:
 
 
 def submit(pool: EnginePool, **options: Any) -> Submission:
-    return pool.submit([1, 2, 3], SamplingParams(max_tokens=50, seed=5), **options)
+    return pool.submit([1, 2, 3], SamplingParams(max_tokens=50, seed=5, n=options.pop("n", 1)), **options)
 
 
 def hedge(pool: EnginePool, submission: Submission) -> None:
@@ -95,7 +95,7 @@ def home_and_other(engines: list[ScriptedEngine]) -> tuple[ScriptedEngine, Scrip
 
 
 def accept(engine: ScriptedEngine, message: Submit) -> None:
-    engine.send(Accept(message.id, message.stream, 3))
+    engine.send(Accept(message.id, message.stream, 3, message.params.get("n", 1)))
 
 
 def hedged_request(
@@ -177,6 +177,76 @@ def test_a_refused_second_run_changes_nothing() -> None:
         home.end(message.stream, "length", None)
         deltas = [delta async for delta in submission.streams[0]]
         assert [token for delta in deltas for token in delta.token_ids] == [11]
+
+    run(body)
+
+
+def hedged_pair(
+    pool: EnginePool, engines: list[ScriptedEngine]
+) -> tuple[Submission, ScriptedEngine, ScriptedEngine, Submit, Submit]:
+    """As `hedged_request`, with two choices."""
+    submission = submit(pool, n=2)
+    home, other, message = home_and_other(engines)
+    accept(home, message)
+    hedge(pool, submission)
+    return submission, home, other, message, message_at(other)
+
+
+def test_all_choices_go_on_as_the_second_run_once_one_of_them_has_output_there() -> None:
+    async def body(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
+        submission, home, other, message, second = hedged_pair(pool, engines)
+        accept(other, second)
+        other.step([second.stream + 1], [21])
+        assert {stream for cancel in home.received(Cancel) for stream in cancel.streams} == {
+            message.stream,
+            message.stream + 1,
+        }
+        home.step([message.stream], [99])  # crossed the cancellation
+        other.step([second.stream], [11])
+        for choice in (0, 1):
+            other.end(second.stream + choice, "length", None)
+        for stream, expected in zip(submission.streams, ([11], [21]), strict=True):
+            deltas = [delta async for delta in stream]
+            assert [token for delta in deltas for token in delta.token_ids] == expected
+            assert [delta.finish.reason for delta in deltas if delta.finish] == ["length"]
+        assert not any(client.num_open for client in pool.clients)
+
+    run(body)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_second_run_of_all_choices_is_cancelled_when_any_choice_has_output(first: int) -> None:
+    async def body(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
+        submission, home, other, message, second = hedged_pair(pool, engines)
+        accept(other, second)
+        home.step([message.stream + first], [11])
+        assert (await anext(submission.streams[first])).token_ids == [11]
+        assert {stream for cancel in other.received(Cancel) for stream in cancel.streams} == {
+            second.stream,
+            second.stream + 1,
+        }
+        for choice in (0, 1):
+            home.end(message.stream + choice, "length", None)
+        for stream in submission.streams:
+            assert [delta.token_ids async for delta in stream] == [[]]
+        assert not any(client.num_open for client in pool.clients)
+
+    run(body)
+
+
+def test_a_second_run_of_which_one_choice_fails_is_not_gone_on_with() -> None:
+    async def body(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
+        submission, home, other, message, second = hedged_pair(pool, engines)
+        accept(other, second)
+        other.end(second.stream, "error", ["engine_error", "This choice failed."])
+        other.step([second.stream + 1], [99])
+        for choice in (0, 1):
+            home.step([message.stream + choice], [11 + choice])
+            home.end(message.stream + choice, "length", None)
+        for stream, expected in zip(submission.streams, ([11], [12]), strict=True):
+            deltas = [delta async for delta in stream]
+            assert [token for delta in deltas for token in delta.token_ids] == expected
+        assert not any(client.num_open for client in pool.clients)
 
     run(body)
 
@@ -269,7 +339,7 @@ class ChaoticEngines:
                 elif self._random() < refusals:
                     engine.send(Reject(message.id, message.stream, "overloaded", "Full.", None, True, 250))
                 else:
-                    engine.send(Accept(message.id, message.stream, 3))
+                    engine.send(Accept(message.id, message.stream, 3, message.params.get("n", 1)))
                     num_tokens = len(message.resume[0]) // 4 if message.resume else 0
                     self._runs[place][message.stream] = (message, num_tokens)
 
