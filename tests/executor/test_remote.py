@@ -27,6 +27,9 @@ from inferengine.executor.remote import payloads
 from inferengine.executor.remote.executor_server import ExecutorServer
 from inferengine.executor.remote.remote_executor import RemoteExecutor
 from inferengine.executor.torch_executor import build_executor
+from inferengine.llm import LLM
+from inferengine.sampling_params import SamplingParams
+from tests.core.builders import ThirdsGrammar
 from tests.engine.builders import RawClient, address_of, run_service, wait_until
 from tests.executor.engine import Engine
 from tests.models.checkpoints import make_model, save
@@ -124,6 +127,77 @@ def test_a_cached_prefix_and_log_probabilities_are_those_of_a_local_device(
     assert engines[0].logprobs == engines[1].logprobs
     assert engines[0].prompt_logprobs == engines[1].prompt_logprobs
     assert engines[0].embeddings == engines[1].embeddings
+
+
+@pytest.mark.parametrize("values", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "sampled"])
+def test_rows_with_and_without_a_grammar_are_those_of_a_local_device(
+    folder: Path, remotely: Callable[..., Engine], values: dict[str, Any]
+) -> None:
+    """Masks are sent after the step that they belong to."""
+    prompts = prompts_of(9, 14, 5)
+    engines = [Engine(folder), remotely(folder)]
+    for engine in engines:
+        engine.submit(prompts[0], 12, grammar=ThirdsGrammar(), **values)
+        engine.submit(prompts[1], 16, **values)
+        engine.submit(prompts[2], 14, grammar=ThirdsGrammar(), **values)
+        engine.run()
+    assert engines[0].outputs == engines[1].outputs
+    for uid in (1, 3):
+        output = engines[1].outputs[uid]
+        assert ThirdsGrammar().validate(output) == len(output) > 5
+
+
+CHATS = [[{"role": "user", "content": text}] for text in ("What is a KV cache?", "Hello!", "What is 12 + 30?")]
+ASKED = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=20),
+    "sampled": SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=20),
+    "penalties": SamplingParams(temperature=0.7, top_k=20, seed=3, frequency_penalty=0.4, max_tokens=20),
+    "log-probabilities": SamplingParams(temperature=0.0, logprobs=2, max_tokens=12),
+}
+
+
+@pytest.fixture(scope="module")
+def local_llm() -> Iterator[LLM]:
+    with LLM(**EMBEDDED, speculation={"method": "none"}) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=["none", "ngram", "draft"])
+def remote_llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """The class LLM on a device elsewhere, without and with draft tokens; both sides are told the method."""
+    config = Config().with_values(**EMBEDDED, speculation={"method": request.param, "max_drafts": 3})
+    with lent(config) as there, LLM(config=there.with_values(engine={"executor": "remote"})) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_class_llm_gives_on_a_remote_device_what_it_gives_on_its_own(
+    local_llm: LLM, remote_llm: LLM, name: str
+) -> None:
+    expected = [result.choices[0] for result in local_llm.chat(CHATS, ASKED[name])]
+    found = [result.choices[0] for result in remote_llm.chat(CHATS, ASKED[name])]
+    assert [choice.token_ids for choice in found] == [choice.token_ids for choice in expected]
+    for left, right in zip(found, expected, strict=True):
+        ours, theirs = left.logprobs or [], right.logprobs or []
+        assert [item.logprob for item in ours] == pytest.approx([item.logprob for item in theirs], abs=1e-4)
+
+
+def test_a_remote_device_drafts_what_its_draft_model_proposes(remote_llm: LLM) -> None:
+    remote_llm.chat(CHATS, ASKED["greedy"])
+    method = remote_llm.config.speculation.method
+    num_accepted = remote_llm.core.scheduler.snapshot().num_drafts_accepted
+    assert remote_llm.capacity.has_draft_model == (method == "draft")
+    assert method != "draft" or num_accepted > 0
+
+
+def test_an_output_of_a_remote_device_matches_its_grammar(local_llm: LLM, remote_llm: LLM) -> None:
+    """With draft tokens each of them has a mask of its own."""
+    pattern = "(red|green|blue), (one|two|three) [a-z]{3,9}\\."
+    for params in (ASKED["greedy"], ASKED["sampled"]):
+        expected = [result.choices[0] for result in local_llm.chat(CHATS, params, guided_regex=pattern)]
+        found = [result.choices[0] for result in remote_llm.chat(CHATS, params, guided_regex=pattern)]
+        assert [choice.text for choice in found] == [choice.text for choice in expected]
+        assert all(re.fullmatch(pattern, choice.text) for choice in found)
 
 
 def test_the_device_stays_loaded_for_the_next_engine(folder: Path) -> None:
