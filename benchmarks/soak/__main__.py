@@ -8,7 +8,8 @@ connections alone (storms.py).
     python -m benchmarks.soak [--cycles 10000] [--idle 1000] [--streams 200] [--json FILE]
 
 The exit code of a mixed run is 1 if no fault explains the outcome of a request, if anything was left in a quiet window,
-or if a process grew.
+or if a process grew. A run that SIGTERM ends is judged too, by what it has up to its last quiet window; then, or if a
+machine was lost, FOLDER has what `--judge` reads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="of the engine, on a CPU")
     parser.add_argument("--cycle-s", type=float, default=mixed.CYCLE_S, help="load between two quiet windows")
     parser.add_argument(
-        "--kills", type=float, default=mixed.KILLS, help="share of the time in which processes are killed"
+        "--kills", type=float, help="share of the time in which processes are killed (as much as leaves time to judge)"
     )
     parser.add_argument("--faults", default="", metavar="NAME,NAME", help="only these faults, once each, in this order")
     parser.add_argument("--folder", type=Path, help="where samples.jsonl, run.json and service.log are left")
@@ -55,11 +56,19 @@ def main() -> int:
     if options.plots is not None:
         require_matplotlib()
     folder = options.judge or options.folder or Path(tempfile.mkdtemp(prefix="soak-"))
+    cut: SystemExit | None = None
     if options.judge is None:
-        mixed.run(options, folder)
+        try:
+            mixed.run(options, folder)
+        except SystemExit as error:
+            if not (folder / "run.json").exists():
+                raise
+            cut = error  # ended by a signal: judge what there is
     document = report.write(folder, options.json, options.plots)
     print(json.dumps({name: value for name, value in document.items() if name != "minutes"}, indent=1))
     print(f"The samples and the service's log are in {folder}")
+    if cut is not None:
+        raise cut
     return 0 if document["passed"] else 1
 
 

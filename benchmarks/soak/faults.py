@@ -52,6 +52,8 @@ class Faults:
 
     def __init__(self, service: Service, disturbances: Disturbances, seed: int) -> None:
         self._service, self._disturbances, self._draw = service, disturbances, random.Random(seed)
+        self._first = [name for name in WEIGHTS if name.startswith("kill")]  # of each one, before others are drawn
+        self._draw.shuffle(self._first)
         self.done: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter()
         self.unexpected: list[str] = []
@@ -62,20 +64,26 @@ class Faults:
             await asyncio.sleep(self._draw.uniform(1.0, 3.0))
             await self.do(name)
 
-    async def some(self, until_s: float, *, kills: bool) -> None:
-        """Inject random faults until `until_s`. `kills`: whether whole processes may be killed."""
+    async def some(self, until_s: float, kill_until_s: float) -> None:
+        """Inject random faults until `until_s`, and kill whole processes until `kill_until_s`."""
         while True:
             await asyncio.sleep(self._draw.uniform(*PAUSE_S))
-            if time.monotonic() > until_s:
+            now = time.monotonic()
+            if now > until_s:
                 return
+            kills = now < kill_until_s
+            if kills and self._first:
+                name = self._first.pop(0)
+                if not await self.do(name):
+                    self._first.append(name)
+                continue
             names = [name for name in WEIGHTS if kills or not name.startswith("kill") or name == "kill grammars"]
             if not self._service.disk.is_own:
                 names.remove("full disk")
-            name = self._draw.choices(names, [WEIGHTS[name] for name in names])[0]
-            await self.do(name)
+            await self.do(self._draw.choices(names, [WEIGHTS[name] for name in names])[0])
 
-    async def do(self, name: str) -> None:
-        """Inject one fault, and wait until its effect is over."""
+    async def do(self, name: str) -> bool:
+        """Inject one fault, and wait until its effect is over. Returns False if there was no process for it yet."""
         kind, _, part = name.partition(" ")
         act = {
             "kill": lambda: self._kill(part), "freeze": lambda: self._freeze(part), "full": self._full_disk,
@@ -90,12 +98,13 @@ class Faults:
             print("UNEXPECTED", time.strftime("%H:%M:%S"), self.unexpected[-1], flush=True)
         seconds = self._disturbances.end(place)
         if told.pop("nothing", False):
-            return
+            return False
         self.counts[name] += 1
         self.done.append(
             {"name": name, "at_s": round(time.monotonic() - seconds, 2), "seconds": round(seconds, 2), **told}
         )
         print(time.strftime("%H:%M:%S"), self.done[-1], flush=True)
+        return True
 
     async def _old_part(self, name: str) -> Part | None:
         parts = await asyncio.to_thread(self._service.part, name)

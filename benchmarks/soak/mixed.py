@@ -2,7 +2,9 @@
 
 It alternates: CYCLE_S of load and faults, then a quiet window in which every request must end and every KV block come
 back. Kills of whole processes fall in the first part of the time, `--kills`, so that at its end each process has lived
-long enough for a verdict on its memory.
+long enough for a verdict on its memory. The first faults are one of each kind of kill.
+
+After each quiet window run.json is written, so that a run that is cut short can be judged as well.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import resource
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,22 @@ from benchmarks.soak.faults import Faults
 from benchmarks.soak.load import Load
 from benchmarks.soak.samples import Sampler
 from benchmarks.soak.service import Service
+from benchmarks.soak.verdict import LEAST_LIFE_S
 from inferengine.bench.environment import environment
 
 SAMPLE_S = 10.0
 CYCLE_S = 150.0
-KILLS = 0.6
+KILLS = 0.6  # most of the time in which processes are killed, as a share
 END_S = 450.0  # how long open requests may take to end in a quiet window
 CLEAN_S = 75.0  # how long their remains may stay: a detached request is kept for wire.resume_ttl_s
+
+
+def kill_time_s(seconds: float, share: float | None) -> float:
+    """Return for how long processes are killed in a run: a share of it, or as long as leaves each enough time to be
+    judged. A run that is too short for that has no verdict anyway."""
+    if share is not None:
+        return share * seconds
+    return min(KILLS * seconds, seconds - LEAST_LIFE_S) if seconds > LEAST_LIFE_S else KILLS * seconds
 
 
 class Soak:
@@ -37,12 +49,13 @@ class Soak:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
+        self._environment = environment(seed=options.seed)
         self.disturbances = Disturbances()
         self.unclean: list[str] = []
         self.windows: list[dict[str, Any]] = []
 
-    async def run(self) -> dict[str, Any]:
-        """Do the whole run. Returns its results, without the samples."""
+    async def run(self) -> None:
+        """Do the whole run. Leaves its files in the folder."""
         options = self.options
         service = self._service = Service(self.folder, device=options.device, threads=options.threads, blocks=1024)
         try:
@@ -57,8 +70,12 @@ class Soak:
                 sampler = Sampler(service, load, file)
                 faults = Faults(service, self.disturbances, options.seed)
                 began_s = time.monotonic()
-                await self._cycles(load, faults, sampler, began_s)
-                seconds = time.monotonic() - began_s
+
+                def keep(*, complete: bool = False) -> None:
+                    self._keep(load, faults, time.monotonic() - began_s, complete=complete)
+
+                await self._cycles(load, faults, sampler, began_s, keep)
+            ended_s = time.monotonic()
             await asker.close()
             code = await asyncio.to_thread(service.stop)
             with contextlib.suppress(OSError):
@@ -67,12 +84,18 @@ class Soak:
             service.close()
         if code != 0:
             self.unclean.append(f"`up` ended with exit code {code}")
-        return {
+        self._keep(load, faults, ended_s - began_s, complete=True)
+
+    def _keep(self, load: Load, faults: Faults, seconds: float, *, complete: bool) -> None:
+        """Write run.json: what there is so far, without the samples."""
+        document = {
+            "environment": self._environment,
+            "complete": complete,
             "seconds": round(seconds, 1),
-            "rate": options.rate,
-            "seed": options.seed,
-            "device": options.device,
-            "own_disk": service.disk.is_own,
+            "rate": self.options.rate,
+            "seed": self.options.seed,
+            "device": self.options.device,
+            "own_disk": self._service.disk.is_own,
             "requests": sum(load.totals.values()),
             "compared": load.compared,
             "batches": load.batches,
@@ -83,9 +106,15 @@ class Soak:
             "unexpected": load.unexpected + faults.unexpected,
             "unclean": self.unclean,
         }
+        new = self.folder / "run.json.new"
+        new.write_text(json.dumps(document, indent=1))
+        new.rename(self.folder / "run.json")
 
-    async def _cycles(self, load: Load, faults: Faults, sampler: Sampler, began_s: float) -> None:
+    async def _cycles(
+        self, load: Load, faults: Faults, sampler: Sampler, began_s: float, keep: Callable[[], None]
+    ) -> None:
         end_s = began_s + self.options.hours * 3600.0
+        kill_until_s = began_s + kill_time_s(self.options.hours * 3600.0, self.options.kills)
         loading = asyncio.create_task(load.run(end_s))
         sampling = asyncio.create_task(self._sample(sampler, load))
         try:
@@ -95,11 +124,11 @@ class Soak:
                 await self._quiet(load, sampler)
                 return
             while (now := time.monotonic()) < end_s:
-                kills = now < began_s + self.options.kills * self.options.hours * 3600.0
-                await faults.some(min(now + self.options.cycle_s, end_s), kills=kills)
+                await faults.some(min(now + self.options.cycle_s, end_s), kill_until_s)
                 load.paused = True
                 await self._quiet(load, sampler)
                 load.paused = False
+                keep()
         finally:
             loading.cancel()
             sampling.cancel()
@@ -154,10 +183,9 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 65_536)), hard))
 
 
-def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def run(options: argparse.Namespace, folder: Path) -> None:
     """Do a mixed soak. Leaves samples.jsonl, run.json and service.log in `folder`."""
     raise_file_limit()
     folder.mkdir(parents=True, exist_ok=True)
-    document = {"environment": environment(seed=options.seed), **asyncio.run(Soak(options, folder).run())}
-    (folder / "run.json").write_text(json.dumps(document, indent=1))
-    return document
+    (folder / "run.json").unlink(missing_ok=True)  # of a run before, which samples of this one do not belong to
+    asyncio.run(Soak(options, folder).run())

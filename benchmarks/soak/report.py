@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.verdict import FIGURES, Samples, latency_slopes, lives, verdicts
+from benchmarks.soak.verdict import FIGURES, Samples, latency_slopes, lives, not_judged, verdicts
 from inferengine.bench.environment import write_result
 from inferengine.bench.plots import Series, line_chart
 
@@ -29,8 +29,9 @@ def result(run: dict[str, Any], samples: Samples) -> dict[str, Any]:
         f"{one['process']} {one['life']}: {figure}"
         for one in judged
         for figure in FIGURES
-        if one[figure]["verdict"] == "growing"
+        if figure in one and one[figure]["verdict"] == "growing"
     ]
+    missing = not_judged(judged)
     back: dict[str, list[float]] = defaultdict(list)
     for fault in run["fault_list"]:
         if "back_after_s" in fault:
@@ -42,6 +43,7 @@ def result(run: dict[str, Any], samples: Samples) -> dict[str, Any]:
     fields = ("seconds", "rate", "seed", "device", "own_disk", "requests", "compared", "batches", "faults")
     return {
         "benchmark": "soak mixed",
+        "complete": run.get("complete", True),
         "hours": round(run["seconds"] / 3600, 2),
         **{name: run[name] for name in fields},
         "num_faults": sum(run["faults"].values()),
@@ -67,8 +69,9 @@ def result(run: dict[str, Any], samples: Samples) -> dict[str, Any]:
         "longest": {name: next(one for one in judged if one["process"] == name) for name in _names(judged)},
         "processes": judged,
         "growing": growing,
-        "verdict": "growing" if growing else "flat" if judged else "too short",
-        "passed": not (growing or run["unexpected"] or run["unclean"]),
+        "not_judged": missing,
+        "verdict": "growing" if growing else "too short" if missing else "flat",
+        "passed": run.get("complete", True) and not (growing or run["unexpected"] or run["unclean"]),
         "minutes": by_minutes(samples),
     }
 
@@ -94,20 +97,27 @@ def by_minutes(samples: Samples) -> dict[str, list[Any]]:
                 values = [sample[name][share] for sample in found if sample[name][share] is not None]
                 row[f"{name} {share}"] = round(statistics.median(values), 4) if values else None
         for name in NAMES:
-            for figure in ("pss_mib", "descriptors"):
-                sums = [
-                    sum(process[figure] for process in sample["processes"] if process["name"] == name)
-                    for sample in found
-                ]
-                row[f"{name} {figure}"] = round(statistics.median(sums), 1) if any(sums) else None
+            for figure in ("rss_mib", "descriptors"):
+                row[f"{name} {figure}"] = _summed(found, name, figure)
+        row["engine device_mib"] = _summed(found, "engine", "device_mib")
         for name, value in row.items():
             columns.setdefault(name, []).append(value)
     return columns
 
 
+def _summed(samples: Samples, name: str, figure: str) -> float | None:
+    """Return the median of the sums over the processes of a name; None where nothing was measured."""
+    sums = [
+        sum(process.get(figure) or 0 for process in sample["processes"] if process["name"] == name)
+        for sample in samples
+    ]
+    return round(statistics.median(sums), 1) if any(sums) else None
+
+
 def charts(document: dict[str, Any]) -> dict[str, str]:
-    """SVG by file name. Raises ConfigError without matplotlib."""
+    """SVG by file name, which tells a card's from a CPU's. Raises ConfigError without matplotlib."""
     columns = document["minutes"]
+    end = "" if document["device"] == "cpu" else f"-{document['device']}"
 
     def series(column: str, label: str, factor: float = 1.0) -> Series:
         known = [
@@ -120,13 +130,15 @@ def charts(document: dict[str, Any]) -> dict[str, str]:
     def chart(series: list[Series], title: str, y_label: str) -> str:
         return line_chart(series, title=title, x_label="minutes", y_label=y_label)
 
+    memory = [series(f"{name} rss_mib", name) for name in NAMES]
+    on_card = series("engine device_mib", "engine, on the card")
     return {
-        "soak-memory.svg": chart(
-            [series(f"{name} pss_mib", name) for name in NAMES if f"{name} pss_mib" in columns],
+        f"soak-memory{end}.svg": chart(
+            [*memory, *([on_card] if on_card.x else [])],
             "Memory of each part under mixed load and faults",
-            "PSS in MiB",
+            "RSS in MiB, of both workers together",
         ),
-        "soak-latency.svg": chart(
+        f"soak-latency{end}.svg": chart(
             [
                 series("first_token p50_s", "first token, median", 1e3),
                 series("between_tokens p50_s", "between tokens, median", 1e3),

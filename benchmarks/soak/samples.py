@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -36,6 +37,17 @@ def quantile(values: list[float], share: float) -> float | None:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
 
 
+def memory_on_cards() -> dict[int, float]:
+    """Return the MiB that each process has on all cards, by pid; nothing where there is no card."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    found: Counter[int] = Counter()
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        for line in subprocess.run(command, capture_output=True, timeout=20.0, text=True).stdout.splitlines():
+            pid, mib = line.split(",")
+            found[int(pid)] += float(mib)
+    return dict(found)
+
+
 class Sampler:
     """Writes samples to a file."""
 
@@ -56,6 +68,7 @@ class Sampler:
         """Write a sample of the processes now, and of the requests since the last one. `quiet`: no request is open."""
         sample: dict[str, Any] = {"t": round(time.monotonic() - self._began_s, 2), "quiet": quiet}
         sample["processes"] = []
+        on_cards = memory_on_cards() if self._service.device == "cuda" else {}
         for part in self._service.parts():
             with contextlib.suppress(OSError):
                 lives = self._generations.setdefault(part.name, [])
@@ -63,7 +76,9 @@ class Sampler:
                     lives.append(part)
                 figures = process_figures(part.pid)
                 life = {"name": part.name, "life": lives.index(part), "pid": part.pid}
-                sample["processes"].append({**life, **figures})
+                if part.pid in on_cards:
+                    figures["device_mib"] = on_cards[part.pid]
+                sample["processes"].append({**life, **figures, **self._service.heap_figures(part.pid)})
         sample["orphans"] = len(self._service.orphans())
         stats = self.stats()
         sample["engine"] = None if stats is None else _engine_figures(stats)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import secrets
 import signal
@@ -98,9 +99,12 @@ class Disk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m,mode=0700", "tmpfs", str(folder)]
-        self.is_own = subprocess.run(command, capture_output=True).returncode == 0
+        try:
+            self.is_own = subprocess.run(command, capture_output=True).returncode == 0
+        except FileNotFoundError:
+            self.is_own = False
 
     def fill(self) -> None:
         """Fill the disk to the last byte."""
@@ -124,7 +128,7 @@ class Service:
     """Runs `inferengine up` and finds its processes."""
 
     def __init__(self, folder: Path, *, device: str, threads: int, blocks: int) -> None:
-        self.folder = folder
+        self.folder, self.device = folder, device
         self.disk = Disk(folder / "disk")
         self.log = self.disk.folder / "log"
         self.keys = [make_key("alice"), make_key("bob"), make_key("root", admin=True)]
@@ -133,6 +137,8 @@ class Service:
         self.write_keys()
         self._clock = folder / "clock"
         self.step_clock(0.0)
+        self.heap = folder / "heap"
+        self.heap.mkdir(exist_ok=True)
         http, ws = free_port(), free_port()
         self.http, self.ws, self.engine = (
             f"http://127.0.0.1:{http}", f"ws://127.0.0.1:{ws}/v1/ws", f"ipc://{folder}/engine.sock",
@@ -150,7 +156,9 @@ class Service:
                 ws=ws,
             )
         )
-        environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "SOAK_CLOCK": str(self._clock)}
+        environment = {
+            **os.environ, "XDG_RUNTIME_DIR": str(folder), "SOAK_CLOCK": str(self._clock), "SOAK_HEAP": str(self.heap)
+        }  # fmt: skip
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(CLOCK_FOLDER), *filter(None, [os.environ.get("PYTHONPATH", "")])]
         )
@@ -176,6 +184,12 @@ class Service:
         """Set the processes' wall clock ahead of the machine's by so many seconds; behind, if negative."""
         with self._clock.open("r+b" if self._clock.exists() else "w+b") as file:
             file.write(struct.pack("<d", offset_s))
+
+    def heap_figures(self, pid: int) -> dict[str, float]:
+        """Return what a process last wrote of its heap (clock/soak_heap.py); nothing of one that writes none."""
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads((self.heap / str(pid)).read_text()))
+        return {}
 
     def hang_up(self) -> None:
         """Send SIGHUP to `up`, which passes it on."""

@@ -7,6 +7,10 @@ independent, which the interval does not know: it is somewhat too narrow.
 
 Of an engine everything before its first eviction is left out too. On a CPU the pages of its KV cache become memory when
 they are first written, up to the size that the memory plan in its log names. An eviction means that no block is new.
+
+What fails a run are FIGURES. TOLD are judged likewise and only reported: they tell a leak from an allocator that keeps
+what it was given for a moment (clock/soak_heap.py). PSS is sampled and not judged: it changes whenever another program
+on the machine that has the same files mapped starts or ends.
 """
 
 from __future__ import annotations
@@ -20,8 +24,13 @@ from typing import Any, NamedTuple
 WARM_UP_S = 300.0
 LEAST_MINUTES = 10
 Z = 1.96
-FIGURES = {"rss_mib": 2.0, "pss_mib": 2.0, "descriptors": 3.0, "threads": 2.0}  # least growth over a life that counts
+# The least growth over a life that counts. `device_mib` is an engine's memory on a card.
+FIGURES = {"rss_mib": 2.0, "device_mib": 2.0, "descriptors": 3.0, "threads": 2.0}
+TOLD = {"in_use_mib": 2.0, "python_blocks": 2000.0}
 SHARE = 0.02  # least growth of memory that counts, as a share: less may be an allocator's drift
+LASTING = ("engine", "http worker", "http", "ws", "up")  # parts that must each have been judged for a whole verdict
+# How long a process has to live for a verdict: some minutes more than are counted, because a minute may be cut.
+LEAST_LIFE_S = WARM_UP_S + 60.0 * (LEAST_MINUTES + 2)
 Samples = Sequence[dict[str, Any]]
 
 
@@ -52,8 +61,8 @@ def judge(figure: str, points: Sequence[tuple[float, float]]) -> dict[str, Any]:
     slope = theil_sen(points)
     hours = points[-1][0] - points[0][0]
     level = statistics.median(y for _, y in points)
-    counts = FIGURES[figure]
-    if figure.endswith("_mib"):
+    counts = (FIGURES | TOLD)[figure]
+    if figure not in ("descriptors", "threads"):
         counts = max(counts, SHARE * level)
     growing = slope.low > 0 and slope.per_hour * hours > counts
     rounded = {name: round(value, 3) for name, value in slope._asdict().items()}
@@ -87,23 +96,32 @@ def by_minute(rows: Sequence[dict[str, Any]], figure: str) -> list[tuple[float, 
     """(hours, value) of each minute after the warm-up, of an engine with a full cache."""
     minutes: dict[int, list[float]] = defaultdict(list)
     for row in rows:
-        if row["full"] and row["t"] - rows[0]["t"] >= WARM_UP_S:
+        if row["full"] and row["t"] - rows[0]["t"] >= WARM_UP_S and row.get(figure) is not None:
             minutes[int(row["t"] // 60)].append(row[figure])
-    middle = statistics.median if figure.endswith("_mib") else min
+    middle = min if figure in ("descriptors", "threads") else statistics.median
     return [(minute / 60, float(middle(values))) for minute, values in sorted(minutes.items())]
 
 
 def verdicts(samples: Samples) -> list[dict[str, Any]]:
-    """Return a verdict for each process's life that was long enough, the longest first, with all FIGURES."""
+    """Return a verdict for each process's life that was long enough, the longest first, with all FIGURES, and of TOLD
+    and the card's memory what was sampled."""
     made = []
     for (name, life), rows in lives(samples).items():
-        judged = {figure: judge(figure, by_minute(rows, figure)) for figure in FIGURES}
+        points = {figure: by_minute(rows, figure) for figure in FIGURES | TOLD}
+        always = ("rss_mib", "descriptors", "threads")
+        judged = {figure: judge(figure, found) for figure, found in points.items() if found or figure in always}
         if any(one["verdict"] != "too short" for one in judged.values()):
             began_s, minutes = rows[0]["t"], round((rows[-1]["t"] - rows[0]["t"]) / 60, 1)
             full_after_s = next(round(row["t"] - began_s, 1) for row in rows if row["full"])
             judged = judged if name != "engine" else {"cache_full_after_s": full_after_s, **judged}
             made.append({"process": name, "life": life, "minutes": minutes, **judged})
     return sorted(made, key=lambda one: -one["minutes"])
+
+
+def not_judged(judged: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the LASTING parts of which no process lived long enough for a verdict on its memory."""
+    known = {one["process"] for one in judged if one["rss_mib"]["verdict"] != "too short"}
+    return [name for name in LASTING if name not in known]
 
 
 def latency_slopes(samples: Samples) -> dict[str, Any]:

@@ -386,9 +386,9 @@ RUNS = (
     ),
     Run(
         "soak",
-        "benchmarks.soak --hours 0.335 --device cuda --json {json}",
+        "benchmarks.soak --hours 0.335 --device cuda --folder {folder} --json {json}",
         needs_cuda=True,
-        limit_s=1320.0,
+        limit_s=1380.0,
         is_timed=False,
     ),
 )

@@ -20,10 +20,12 @@ import httpx
 import pytest
 
 from benchmarks.kill_streams import Case
-from benchmarks.soak import batches, disturbances, report
+from benchmarks.soak import batches, disturbances, mixed, report, verdict
 from benchmarks.soak.asks import Asker, Result
 from benchmarks.soak.disturbances import Disturbances
+from benchmarks.soak.faults import WEIGHTS, Faults
 from benchmarks.soak.load import filling_prompts
+from benchmarks.soak.samples import memory_on_cards
 from benchmarks.soak.service import CLOCK_FOLDER, make_key
 from benchmarks.soak.verdict import WARM_UP_S, judge, theil_sen, verdicts
 from tests.core.builders import Run, make_capacity, make_request
@@ -114,18 +116,147 @@ def test_a_soak_fills_the_cache_of_an_engine_that_has_never_evicted() -> None:
     assert run.scheduler.snapshot().num_evictions > 0
 
 
-def test_a_growing_process_fails_the_run() -> None:
-    run: dict[str, Any] = {
-        "seconds": 3600.0, "rate": 1.0, "seed": 1, "device": "cpu", "own_disk": True, "requests": 5, "compared": 4,
+def run_of(device: str = "cpu", *, complete: bool = True) -> dict[str, Any]:
+    return {
+        "seconds": 3600.0, "rate": 1.0, "seed": 1, "device": device, "own_disk": True, "requests": 5, "compared": 4,
         "batches": 1, "faults": {"kill ws": 1}, "fault_list": [{"name": "kill ws", "back_after_s": 2.0}],
         "totals": {"sse n, ended": 4, "wire n, lost": 1}, "windows": [], "unexpected": [], "unclean": [],
+        "complete": complete,
     }  # fmt: skip
+
+
+def test_a_growing_process_fails_the_run() -> None:
+    run = run_of()
     steady = [sample(t, rss_mib=100, pss_mib=90, descriptors=20, threads=4) for t in range(0, 3600, 10)]
     assert report.result(run, steady)["passed"]
     growing = [sample(t, rss_mib=100 + t / 60, pss_mib=90, descriptors=20, threads=4) for t in range(0, 3600, 10)]
     found = report.result(run, growing)
     assert (found["passed"], found["growing"]) == (False, ["engine 0: rss_mib"])
     assert found["outcomes"] == {"ended": 4, "lost": 1}
+
+
+def test_memory_that_other_programs_share_is_not_judged() -> None:
+    """PSS falls and rises as others map the same files."""
+    figures = {"rss_mib": 100, "descriptors": 20, "threads": 4}
+    samples = [sample(t, pss_mib=90 + t / 60, **figures) for t in range(0, 3600, 10)]
+    assert report.result(run_of(), samples)["growing"] == []
+
+
+def test_an_engine_that_takes_ever_more_of_a_card_fails_the_run() -> None:
+    figures = {"rss_mib": 100, "descriptors": 20, "threads": 4}
+    samples = [sample(t, device_mib=2000 + t / 20, **figures) for t in range(0, 3600, 10)]
+    found = report.result(run_of("cuda"), samples)
+    assert (found["passed"], found["growing"]) == (False, ["engine 0: device_mib"])
+    memory = found["minutes"]["engine device_mib"]
+    assert memory[0] < 2003 < 2170 < memory[-1]
+
+
+def test_what_the_heap_has_in_use_is_told_and_fails_no_run() -> None:
+    figures = {"rss_mib": 100, "descriptors": 20, "threads": 4, "python_blocks": 700_000}
+    samples = [sample(t, in_use_mib=50 + t / 60, **figures) for t in range(0, 3600, 10)]
+    found = report.result(run_of(), samples)
+    assert found["passed"]
+    assert (
+        found["longest"]["engine"]["in_use_mib"]["verdict"],
+        found["longest"]["engine"]["python_blocks"]["verdict"],
+    ) == (
+        "growing",
+        "flat",
+    )
+
+
+def test_a_run_is_flat_only_if_every_lasting_part_was_judged() -> None:
+    parts = ("engine", "http worker", "http", "ws", "up")
+
+    def samples(lasting: tuple[str, ...]) -> list[dict[str, Any]]:
+        figures = {"rss_mib": 100, "descriptors": 20, "threads": 4}
+        made = []
+        for t in range(0, 3600, 10):
+            life = t // 600  # of those that are killed every ten minutes
+            rows = [{"name": name, "life": 0 if name in lasting else life, "pid": 1, **figures} for name in parts]
+            made.append({**sample(t), "processes": rows})
+        return made
+
+    found = report.result(run_of(), samples(parts))
+    assert (found["verdict"], found["not_judged"]) == ("flat", [])
+    found = report.result(run_of(), samples(("http", "up")))
+    assert (found["verdict"], found["not_judged"]) == ("too short", ["engine", "http worker", "ws"])
+
+
+def test_a_run_that_was_cut_short_has_not_passed() -> None:
+    figures = {"rss_mib": 100, "descriptors": 20, "threads": 4}
+    samples = [sample(t, **figures) for t in range(0, 1200, 10)]
+    found = report.result(run_of(complete=False), samples)
+    assert (found["passed"], found["complete"], found["requests"]) == (False, False, 5)
+
+
+@pytest.mark.parametrize("minutes_of_run", [20.1, 30.0, 60.0, 120.0])
+def test_kills_end_early_enough_for_a_verdict_on_whoever_was_killed_last(minutes_of_run: float) -> None:
+    seconds = 60.0 * minutes_of_run
+    kills_s = mixed.kill_time_s(seconds, None)
+    assert 0.0 < kills_s <= mixed.KILLS * seconds
+    figures = {"rss_mib": 100, "descriptors": 20, "threads": 4}
+    samples = [sample(t, **figures) for t in range(int(kills_s), int(seconds), 10)]
+    assert judge("rss_mib", verdict.by_minute(verdict.lives(samples)["engine", 0], "rss_mib"))["verdict"] == "flat"
+
+
+def test_each_kind_of_kill_comes_before_other_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for which no process is old enough yet comes later."""
+    done: list[str] = []
+    faults = Faults(SimpleNamespace(disk=SimpleNamespace(is_own=True)), Disturbances(), seed=3)  # type: ignore[arg-type]
+
+    async def do(name: str) -> bool:
+        done.append(name)
+        if len(done) == 12:
+            raise InterruptedError
+        return len(done) != 1
+
+    async def no_pause(seconds: float) -> None:
+        return None
+
+    monkeypatch.setattr(faults, "do", do)
+    monkeypatch.setattr("benchmarks.soak.faults.asyncio.sleep", no_pause)
+    with pytest.raises(InterruptedError):
+        asyncio.run(faults.some(float("inf"), float("inf")))
+    kinds = {name for name in WEIGHTS if name.startswith("kill")}
+    assert set(done[1 : len(kinds) + 1]) == kinds
+    assert done[len(kinds)] == done[0]
+
+
+def test_a_card_s_memory_is_read_by_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '41, 512\\n42, 100\\n41, 8\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert memory_on_cards() == {41: 520.0, 42: 100.0}
+    program.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
+    assert memory_on_cards() == {}
+
+
+def test_a_process_writes_what_its_heap_has_in_use(tmp_path: Path) -> None:
+    """The engine's process; of an HTTP front end its forked workers."""
+    code = (
+        "import os, time; big = b'x' * (64 << 20); os.fork() if 'http' in __import__('sys').argv else 0; time.sleep(60)"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(CLOCK_FOLDER),
+        "SOAK_HEAP": str(tmp_path),
+        "SOAK_HEAP_EVERY_S": "0.1",
+    }
+    for name in ("engine", "http"):
+        with subprocess.Popen([sys.executable, "-c", code, name], env=environment, start_new_session=True) as process:
+            try:
+                wait_until(lambda: any(path.suffix == "" for path in tmp_path.iterdir()))
+                (written,) = {path.with_suffix("") for path in tmp_path.iterdir()}
+                figures = json.loads(written.read_text())
+                assert (written.name == str(process.pid)) == (name == "engine")
+                assert 64 < figures["in_use_mib"] < 256
+                assert figures["python_blocks"] > 1000
+            finally:
+                os.killpg(process.pid, signal.SIGKILL)
+        for path in tmp_path.iterdir():
+            path.unlink()
 
 
 # -- what a fault explains ---------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 """Steps the wall clock of every Python process that has this folder on its path, by the seconds in the file SOAK_CLOCK.
+With SOAK_HEAP it also has each process write what its heap has in use (soak_heap.py).
 
 `time.time` and `time.time_ns` are replaced before any other import. What C code reads by itself (datetime.now, file
 times, SQLite) keeps the machine's clock; so does time.monotonic, which a step of a real clock does not move either.
@@ -23,3 +24,8 @@ if path := os.environ.get("SOAK_CLOCK"):
         return time_ns() / 1e9
 
     time.time_ns, time.time = time_ns, seconds
+
+if folder := os.environ.get("SOAK_HEAP"):
+    import soak_heap
+
+    soak_heap.begin(folder)
