@@ -144,12 +144,15 @@ def _missing(name: str, error: ModuleNotFoundError) -> ConfigError:
 def build_torch_executor(config: Config, load: Any = None) -> Executor:
     """The torch executor, its memory plan logged. `load`: TorchExecutor's, where it is not its own. Raises DoesNotFit
     before anything of the model is read, unless `engine.check_memory` is off."""
+    from inferengine.executor.early_workers import start_early_workers
+
+    start_early_workers(config.engine.device)  # first: they import torch at the same time
     size = config.engine.tensor_parallel
     ranks: Any = None
     if size > 1:
         from inferengine.executor.parallel.ranks import Ranks
 
-        ranks = Ranks(size)  # first: they import torch at the same time
+        ranks = Ranks(size)  # likewise
     try:
         return _build(config, ranks, load)
     except BaseException:

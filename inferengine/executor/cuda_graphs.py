@@ -12,12 +12,15 @@ prompts to PROMPT_ROWS. Padded decode rows belong to the scratch slot, padded pr
 the scratch block and their results are never read. The kernels find rows by `query_start` on the device, so one graph
 serves every split of the tokens into prompts. It ends with the logits of the drawing rows; draws follow outside. All
 columns of a step are copied from pinned memory into one int32 buffer, as for decodes.
+
+GraphCapture: captures them one after the other, for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,14 +32,46 @@ from inferengine.kernels.batch import Batch, SlotMapping, StepColumns
 from inferengine.kernels.ops import Ops
 from inferengine.kernels.reference.ops import FILTER, RANDOM
 from inferengine.models.decoder import DecoderModel
+from inferengine.models.layer_kinds import layers_of_each_kind, with_layers
 
-MemoryPool = Any  # torch's handle of a pool that graphs allocate from: a private type
+T = TypeVar("T")
 
 COLUMNS = 4  # row_slot, row_start, row_len, place of the input token in slots.tokens
 RING = 4  # pinned buffers used in turn: more than the steps that can be under way
 DRAWS = (0, RANDOM, RANDOM | FILTER)  # sampler features that a graph can hold: their inputs have fixed addresses
 SLOW_TOKENS = 448  # tokens of a step that is slower than one of 512: 15.9 ms and 13.4 for the 8B on an H200 (cuBLAS)
 LARGEST_WITH_DRAWS = 8  # rows: above, launching the draw hides behind the step, and a fourth of the graphs is enough
+
+
+# -- capturing ---------------------------------------------------------------------------------------------------------
+
+
+class GraphCapture:
+    """Captures steps of a model on one stream, into one memory pool: they never run at the same time.
+
+    A step first runs outside its graph, which loads kernels and allocates workspaces. One layer of each kind is enough
+    for that: through all layers it would take as long as the capture itself. `torch.cuda.graph` would give all unused
+    memory back before each capture, and the next step would allocate it again."""
+
+    def __init__(self, model: DecoderModel, device: torch.device) -> None:
+        self._model, self._kept = model, layers_of_each_kind(model)
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, compute: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Return the graph of what `compute` launches, and its results, which each replay overwrites. Called twice."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            with with_layers(self._model, self._kept):
+                compute()
+            torch.cuda.synchronize()
+            graph.capture_begin(pool=self._pool)
+            try:
+                results = compute()
+            finally:
+                graph.capture_end()
+        return graph, results
 
 
 # -- decodes -----------------------------------------------------------------------------------------------------------
@@ -93,12 +128,12 @@ class DecodeGraphs:
         self._pinned = [torch.empty(COLUMNS, max_rows, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
         self._next = 0
         self._captured: dict[tuple[int, int | None], CapturedStep] = {}
-        self.pool: MemoryPool = None  # shared with other graphs that never run at the same time
 
-    def capture_all(self, progress: Callable[[float], None]) -> None:
+    def capture_all(self, capture: GraphCapture, progress: Callable[[float], None]) -> None:
         """Capture every size, with each of its draws."""
         for index, (size, needs) in enumerate(self._graphs):
-            self._capture(size, needs)
+            graph, (logits, ids) = capture.capture(partial(self._compute, size, needs))
+            self._captured[size, needs] = CapturedStep(graph, logits, ids)
             progress((index + 1) / len(self._graphs))
 
     def run_all_eagerly(self) -> None:
@@ -155,18 +190,6 @@ class DecodeGraphs:
         if needs is None:
             return logits, None
         return logits, self.ops.sample(logits, self.slots, batch.sample_slots, batch.sample_positions, needs)
-
-    def _capture(self, size: int, needs: int | None) -> None:
-        side = torch.cuda.Stream(self.slots.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._compute(size, needs)  # compiles kernels and allocates workspaces outside the capture
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=side):
-            logits, ids = self._compute(size, needs)
-        self.pool = self.pool or graph.pool()
-        self._captured[size, needs] = CapturedStep(graph, logits, ids)
 
     def _upload(self, columns: StepColumns, count: int, size: int) -> None:
         """Copy the plan's columns through pinned memory; rows [count, size) become the scratch slot's."""
@@ -274,11 +297,11 @@ class MixedGraphs:
             None,
         )
 
-    def capture_all(self, progress: Callable[[float], None], pool: MemoryPool = None) -> None:
-        """Capture every shape, largest first: the pool then has its full size from the start. `pool`: that of other
-        graphs, which never run at the same time."""
+    def capture_all(self, capture: GraphCapture, progress: Callable[[float], None]) -> None:
+        """Capture every shape, largest first: the pool then has its full size from the start."""
         for index, shape in enumerate(reversed(self.shapes)):
-            pool = self._capture(shape, pool)
+            self.upload(shape, None, 0)
+            self._captured[shape], _ = capture.capture(partial(self._compute, shape))
             progress((index + 1) / len(self.shapes))
 
     def run_all_eagerly(self) -> None:
@@ -371,21 +394,12 @@ class MixedGraphs:
         size = begins[-1]
         self._buffer[:size].copy_(pinned[:size], non_blocking=True)
 
-    def _capture(self, shape: MixedShape, pool: MemoryPool) -> MemoryPool:
-        self.upload(shape, None, 0)
-        side = torch.cuda.Stream(self.slots.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            logits = self.compute(self.batch(shape))  # compiles kernels and allocates workspaces outside the capture
-            if self._logits is None:
-                rows = max(each.num_rows for each in self.shapes)
-                self._logits = logits.new_empty(rows, logits.shape[1])
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=side):
-            self._logits[: shape.num_rows].copy_(self.compute(self.batch(shape)))
-        self._captured[shape] = graph
-        return pool or graph.pool()
+    def _compute(self, shape: MixedShape) -> None:
+        """Compute a shape's logits into the place that all graphs share."""
+        logits = self.compute(self.batch(shape))
+        if self._logits is None:  # the first time is not captured
+            self._logits = logits.new_empty(max(each.num_rows for each in self.shapes), logits.shape[1])
+        self._logits[: shape.num_rows].copy_(logits)
 
 
 def _begins(shape: MixedShape) -> list[int]:

@@ -29,13 +29,14 @@ from inferengine.errors import ConfigError
 from inferengine.executor.cpu_step import forward_on_cpu
 from inferengine.executor.memory.kv_cache import KVCache
 from inferengine.executor.slots import Slots, advance_by_one, columns_of, make_batch
-from inferengine.executor.warm_up import CHUNKS, decode_row_classes, one_layer_of_each_kind
+from inferengine.executor.warm_up import CHUNKS, decode_row_classes
 from inferengine.kernels.batch import Batch, StepColumns
 from inferengine.kernels.cpu import DecodeKvCache
 from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.linear import GatedMLP, Linear
 from inferengine.models import registry, weights
+from inferengine.models.layer_kinds import one_layer_of_each_kind
 from inferengine.models.llama import Llama, LlamaLayer
 
 KEY = "speculation.draft_model"

@@ -35,7 +35,7 @@ from inferengine.executor.warm_up import capture_graphs, run_warm_up_steps
 from inferengine.kernels import ops as ops_table
 from inferengine.kernels.batch import StepColumns
 from inferengine.kernels.cpu import DecodeKvCache
-from inferengine.kernels.cuda.compilation import Compilations, compile_workers
+from inferengine.kernels.cuda.compilation import Compilations, compile_workers, stop_workers
 from inferengine.layers.parallel import KEY, Communicator
 from inferengine.lora.bank import AdapterFolder
 from inferengine.models.hf_config import read_json
@@ -112,9 +112,11 @@ class TorchExecutor:
         return self.capacity
 
     def _start_compiling(self) -> None:
-        """Start the processes that compile kernels, while the checkpoint is read; `warm_up` ends them."""
+        """Have the processes that compile kernels at hand, while the checkpoint is read; `warm_up` ends them."""
         if self.device.type == "cuda":
             self._helpers.enter_context(compile_workers())
+        else:
+            stop_workers()
 
     def allocate(self, groups: list[KVGroup], max_model_len: int, kv_dtype: torch.dtype | None = None) -> None:
         """Allocate the KV cache and the slots, and bind the cache to the model. `kv_dtype` replaces the configured

@@ -4,26 +4,20 @@ Kernels are compiled for classes of shapes (kernels/cuda/dispatch.py); one step 
 kernels are compiled once for any combination of features and any number of rows. Warm-up steps belong to the scratch
 slot, whose KV nobody reads.
 
-To compile, a step through one layer of each kind is enough. The kernels of a layer follow from its classes, windows,
-and the types, shapes, strides and alignments of its tensors. Its first product also depends on the layer before, which
-may have computed this layer's norm already, rounded to the codes that its own weights are multiplied with. So one of
-every different pair of neighbours is kept.
+To compile, a step through one layer of each kind is enough (models/layer_kinds.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import nn
 
 from inferengine.core.executor import BlockUpdates, PooledRow, Progress, SlotInit, StepPlan
-from inferengine.executor.cuda_graphs import DecodeGraphs, MixedGraphs, MixedShape, without_slow
+from inferengine.executor.cuda_graphs import DecodeGraphs, GraphCapture, MixedGraphs, MixedShape, without_slow
 from inferengine.executor.memory.kv_cache import KVCache
 from inferengine.executor.sampler import StepDraws
 from inferengine.executor.settings import ExecutorSettings
@@ -32,6 +26,7 @@ from inferengine.kernels.cuda.compilation import compiling_ahead
 from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models.decoder import DecoderModel
+from inferengine.models.layer_kinds import one_layer_of_each_kind
 from inferengine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -71,19 +66,25 @@ def capture_graphs(
         steps += [decode.run_all_eagerly, mixed.run_all_eagerly]
     if compile_draft is not None:
         steps.append(compile_draft)
-    plans = (*_sampler_plans(runner), *_kernel_class_plans(runner))
-    steps += [partial(execute_unmasked, runner, plan) for plan in plans]
-    compile_kernels(steps, runner.model)
+    compile_kernels([*steps, *steps_of_each_class(runner)], runner.model)
     progress("compiling kernels", 1.0)
     if not settings.cuda_graphs or not runner.model.can_be_captured:
         return None
-    decode.capture_all(lambda share: progress("capturing decode graphs", share))
-    mixed.capture_all(lambda share: progress("capturing prompt graphs", share), decode.pool)
+    capture = GraphCapture(runner.model, runner.device)
+    decode.capture_all(capture, lambda share: progress("capturing decode graphs", share))
+    mixed.capture_all(capture, lambda share: progress("capturing prompt graphs", share))
+    torch.cuda.empty_cache()  # of what ran outside the graphs
     return decode, mixed
 
 
 def _fits(shape: MixedShape, settings: ExecutorSettings) -> bool:
     return shape.num_tokens <= settings.max_num_batched_tokens
+
+
+def steps_of_each_class(runner: StepRunner) -> list[Callable[[], object]]:
+    """Return steps without a graph that together launch every kernel of such steps."""
+    plans = (*_sampler_plans(runner), *_kernel_class_plans(runner))
+    return [partial(execute_unmasked, runner, plan) for plan in plans]
 
 
 def run_warm_up_steps(runner: StepRunner, progress: Progress) -> None:
@@ -115,70 +116,6 @@ def execute_unmasked(runner: StepRunner, plan: StepPlan) -> StepDraws:
         words = -(-runner.config.vocab_size // 32)
         draws.provide_masks(bytearray(b"\xff") * (4 * words * len(plan.masked)))
     return draws
-
-
-# -- layers ------------------------------------------------------------------------------------------------------------
-
-ALIGNED_BYTES = 16  # Triton compiles one kernel for pointers that are multiples of it, another for all others
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-OF_TENSORS = ("_parameters", "_buffers", "_modules")
-
-
-@contextmanager
-def one_layer_of_each_kind(model: DecoderModel) -> Iterator[None]:
-    """Inside, `model.layers` holds one layer of each kind; each keeps its weights, its KV cache and its group."""
-    whole = model.layers
-    model.layers = nn.ModuleList(whole[index] for index in covering([kind(layer) for layer in whole]))
-    try:
-        yield
-    finally:
-        model.layers = whole
-
-
-def covering(kinds: Sequence[Hashable]) -> list[int]:
-    """Indices, in order, of the items to keep: every pair of neighbouring kinds occurs among the kept neighbours too,
-    and so do the first and the last kind."""
-    kept: list[int] = []
-    pairs: set[tuple[Hashable, Hashable]] = set()
-    for index in range(1, len(kinds)):
-        pair = kinds[index - 1], kinds[index]
-        if pair in pairs:
-            continue
-        pairs.add(pair)
-        if not kept or kinds[kept[-1]] != pair[0]:
-            kept.append(index - 1)
-        kept.append(index)
-    if not kept or kinds[kept[-1]] != kinds[-1]:
-        kept += range(max(0, len(kinds) - 1), len(kinds))
-    return kept
-
-
-def kind(value: Any) -> Hashable:
-    """Describe a layer by what decides its kernels: equal for layers that launch the same ones. An object of an unknown
-    class equals only itself."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return type(value), value
-    if isinstance(value, float):
-        return float  # an argument of a launch, for whose value no kernel is compiled
-    if isinstance(value, torch.Tensor):
-        looks = type(value), value.dtype, tuple(value.shape), value.layout
-        if value.layout is not torch.strided:  # a CPU's own layout, which no kernel of ours reads
-            return looks
-        return *looks, value.stride(), value.data_ptr() % ALIGNED_BYTES == 0
-    if isinstance(value, Ops):  # with adapters every module has a table of its own, with the same kernels
-        return Ops, value.name, value.reads_codes, value.linear_add_norm is None
-    if isinstance(value, nn.Module):
-        own = vars(value)
-        names = sorted((own.keys() - OF_EVERY_MODULE).union(OF_TENSORS))
-        return type(value), tuple((name, kind(own[name])) for name in names)
-    if isinstance(value, dict):
-        return dict, tuple((key, kind(item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(kind(item) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return type(value), tuple((field.name, kind(getattr(value, field.name))) for field in fields)
-    return type(value), id(value)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

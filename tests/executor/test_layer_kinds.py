@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from itertools import pairwise
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from inferengine.executor.warm_up import covering, kind, one_layer_of_each_kind, scratch_plan
+from inferengine.executor.cuda_graphs import GraphCapture
+from inferengine.executor.warm_up import scratch_plan
 from inferengine.kernels import ops
 from inferengine.kernels.reference import ops as reference_fused
 from inferengine.layers.linear import Linear
+from inferengine.models.layer_kinds import covering, kind, one_layer_of_each_kind
 from tests.executor.engine import Engine
 from tests.models.checkpoints import make_model, save
 
@@ -179,3 +182,45 @@ def test_neighbours_of_the_kept_are_the_neighbours_of_all() -> None:
         assert kept[:1] == kinds[:1]
         assert kept[-1:] == kinds[-1:]
         assert indices == sorted(set(indices))
+
+
+class FakeGraph:
+    """Stands for torch.cuda.CUDAGraph: knows whether it is captured now."""
+
+    capturing = False
+
+    def capture_begin(self, pool: object) -> None:
+        FakeGraph.capturing = True
+
+    def capture_end(self) -> None:
+        FakeGraph.capturing = False
+
+
+class FakeStream:
+    def wait_stream(self, stream: object) -> None:
+        """There is only one."""
+
+
+def test_a_captured_step_runs_through_one_layer_of_each_kind_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = engine(tmp_path, "llama").executor.model
+    for name, value in {
+        "CUDAGraph": FakeGraph,
+        "Stream": lambda device: FakeStream(),
+        "current_stream": FakeStream,
+        "stream": contextlib.nullcontext,
+        "graph_pool_handle": object,
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    runs = []
+
+    def compute() -> int:
+        runs.append((FakeGraph.capturing, len(model.layers)))
+        return len(model.layers)
+
+    _, num_layers = GraphCapture(model, torch.device("cpu")).capture(compute)
+    assert runs == [(False, 3), (True, 8)]
+    assert num_layers == 8
+    assert not FakeGraph.capturing

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from inferengine.kernels.cuda.compilation import describe, is_literal
+import pytest
+
+from inferengine.kernels.cuda import compilation
+from inferengine.kernels.cuda.compilation import NotCompiled, describe, is_literal, load_compiled
 from tests.kernels.compiler_process import compiler_process
 
 # What triton.runtime.jit hands to AsyncCompileMode, for a card that is not there.
@@ -35,9 +38,17 @@ triton.knobs.compilation.listener = lambda **event: seen.append(event["cache_hit
 def request(src, target, options):
     return lambda: triton.compile(src, target=target, options=options.__dict__)
 
-workers = CompileWorkers()
-with _Pool(workers, ignore_errors=False) as pool:
-    print(pool.submit(request(src, target, options)).result().metadata.name, seen)
+class Asked(CompileWorkers):
+    num_jobs = 0
+
+    def compile(self, compile_here):
+        self.num_jobs += 1
+        super().compile(compile_here)
+
+workers = Asked()
+for _ in range(2):
+    with _Pool(workers, ignore_errors=False) as pool:
+        print(pool.submit(request(src, target, options)).result().metadata.name, seen, workers.num_jobs)
 workers.close()
 """
 
@@ -48,7 +59,71 @@ def test_a_kernel_that_a_worker_compiled_is_loaded_from_the_cache(tmp_path: Path
     with compiler_process(tmp_path) as run:
         done = run(PROGRAM)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[0] == "_gemv_kernel [True]"
+    first, second = done.stdout.splitlines()
+    assert first == "_gemv_kernel [True] 1"
+    assert second == "_gemv_kernel [True, True] 1", "what lies in the cache is not asked for"
+
+
+def test_a_source_can_be_compiled_after_it_was_looked_for() -> None:
+    class Source:
+        def make_ir(self) -> str:
+            return "ir"
+
+    src = Source()
+    with pytest.raises(NotCompiled):
+        load_compiled(lambda: src.make_ir())
+    assert src.make_ir() == "ir"
+    with pytest.raises(NotCompiled):
+        load_compiled(print)
+
+
+class FakeWorkers:
+    """Stands for the helper process."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeWorkers]:
+    """The helpers that were started, in order."""
+    found: list[FakeWorkers] = []
+
+    def start() -> FakeWorkers:
+        found.append(FakeWorkers())
+        return found[-1]
+
+    monkeypatch.setattr(compilation, "CompileWorkers", start)
+    return found
+
+
+def test_workers_that_were_started_early_serve_the_first_block(started: list[FakeWorkers]) -> None:
+    compilation.start_workers()
+    compilation.start_workers()
+    assert len(started) == 1
+    with compilation.compile_workers():
+        assert compilation._workers is started[0]
+    assert started[0].closed
+    with compilation.compile_workers():
+        assert compilation._workers is started[1]
+
+
+def test_workers_without_work_are_ended(started: list[FakeWorkers]) -> None:
+    compilation.stop_workers()
+    compilation.start_workers()
+    compilation.stop_workers()
+    assert started[0].closed
+    with compilation.compile_workers():
+        assert len(started) == 2
+
+
+def test_a_driver_is_found_by_its_device_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compilation, "DEVICE_FILES", (str(tmp_path / "driver"),))
+    assert not compilation.has_driver()
+    (tmp_path / "driver").touch()
+    assert compilation.has_driver()
 
 
 def test_what_is_no_closure_of_tritons_is_compiled_where_it_is() -> None:

@@ -21,7 +21,7 @@ from inferengine.executor.memory.plan import (
     make_plan,
     plan_groups,
 )
-from inferengine.executor.warm_up import StepRunner, compile_kernels, prompt_plan
+from inferengine.executor.warm_up import StepRunner, compile_kernels, prompt_plan, steps_of_each_class
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.parallel import Communicator
 
@@ -142,12 +142,14 @@ def _step_bytes(runner: MeasuredRunner, max_model_len: int) -> int:
     over a cache that is only the scratch block."""
     torch.cuda.synchronize(runner.device)
     before = torch.cuda.memory_allocated(runner.device)
-    torch.cuda.reset_peak_memory_stats(runner.device)
     runner.allocate([KVGroup(0, window) for window in runner.config.group_windows], max_model_len)
     settings = runner.settings
     rows = min(settings.max_num_seqs, settings.max_num_batched_tokens)
     largest = prompt_plan(runner, settings.max_num_batched_tokens // rows, rows)
-    compile_kernels([lambda: runner.execute(largest)], runner.model)
+    # All at once: most kernels of warm-up are the same over this cache, and would else be compiled after the largest
+    # step's, which few processes compile.
+    compile_kernels([lambda: runner.execute(largest), *steps_of_each_class(runner)], runner.model)
+    torch.cuda.reset_peak_memory_stats(runner.device)
     runner.execute(largest).result()
     peak = torch.cuda.max_memory_allocated(runner.device) - before
     runner.release()

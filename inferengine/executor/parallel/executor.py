@@ -32,7 +32,7 @@ from inferengine.executor.parallel.ranks import (
     WARM_UP,
     Ranks,
 )
-from inferengine.executor.plan_codec import encode_plan
+from inferengine.executor.remote.plan_codec import encode_plan
 from inferengine.executor.sampler import StepDraws
 from inferengine.executor.settings import ExecutorSettings, executor_settings
 from inferengine.executor.tools.trace import StepRecorder

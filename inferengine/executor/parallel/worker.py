@@ -30,7 +30,7 @@ from inferengine.executor.parallel.ranks import (
     STEP,
     WARM_UP,
 )
-from inferengine.executor.plan_codec import decode_plan
+from inferengine.executor.remote.plan_codec import decode_plan
 from inferengine.process.system import end_with_parent
 
 if TYPE_CHECKING:

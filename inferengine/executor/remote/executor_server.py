@@ -21,8 +21,8 @@ from inferengine.config import Config
 from inferengine.config.model_path import model_folder
 from inferengine.core.executor import Capacity, Executor, StepFuture, is_fatal
 from inferengine.errors import ConfigError, InferEngineError
-from inferengine.executor.plan_codec import decode_plan
 from inferengine.executor.remote import payloads
+from inferengine.executor.remote.plan_codec import decode_plan
 from inferengine.executor.remote.remote_executor import read_file, read_pair
 
 logger = logging.getLogger(__name__)

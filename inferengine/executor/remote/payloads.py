@@ -13,7 +13,7 @@ from google.protobuf.wrappers_pb2 import BytesValue
 
 from inferengine.core.executor import Capacity, StepPlan, StepResult, TokenLogprobs
 from inferengine.core.sequence import RowFailure
-from inferengine.executor.plan_codec import encode_plan, encoder
+from inferengine.executor.remote.plan_codec import encode_plan, encoder
 from inferengine.gguf.reader import SUFFIX, header_bytes
 
 SERVICE = "inferengine.v1.Executor"

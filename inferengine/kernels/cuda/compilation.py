@@ -10,7 +10,10 @@ Most of a compilation is Python and holds the interpreter's lock, so that thread
 helper process (`python -m inferengine.kernels.cuda.compilation`) imports torch and Triton once, never touches a
 device, and forks a child for each kernel. A job travels as a Python literal: the kernel's module and name, and what
 Triton specializes it on. A kernel whose specialization is no literal is compiled where it was asked for, and so is
-everything where the helper does not answer.
+everything where the helper does not answer. A kernel that lies in the disk cache already is loaded without asking.
+
+The helper takes as long to import as the engine itself, so an engine that will need it starts it before it imports
+torch (`start_workers`).
 
 `Compilations` counts kernels that are compiled, or read from Triton's disk cache, once an engine serves. Each delays
 the waiting requests by tenths of a second to tens of seconds. The number must stay 0: every kernel that a step can
@@ -38,7 +41,9 @@ logger = logging.getLogger(__name__)
 
 MAX_THREADS = 16
 MOST_NAMES = 100  # of kernels that `Compilations` remembers
+DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver, on Linux and in WSL
 _workers: CompileWorkers | None = None  # of the block `compile_workers` that is open
+_started: CompileWorkers | None = None  # for the first such block
 
 
 class _Pool(ThreadPoolExecutor):
@@ -53,7 +58,10 @@ class _Pool(ThreadPoolExecutor):
 
         def compile_and_load() -> Any:
             if self._workers is not None:
-                self._workers.compile(fn)
+                try:
+                    return load_compiled(fn)
+                except NotCompiled:
+                    self._workers.compile(fn)
             try:
                 return fn(*args, **kwargs)
             except Exception:
@@ -64,14 +72,36 @@ class _Pool(ThreadPoolExecutor):
         return super().submit(compile_and_load)
 
 
+def has_driver() -> bool:
+    """Return whether this machine has NVIDIA's driver, without importing torch."""
+    return any(os.path.exists(path) for path in DEVICE_FILES)
+
+
+def start_workers() -> None:
+    """Start the helper process of the first block `compile_workers` now. It ends with that block, with `stop_workers`,
+    or with this process."""
+    global _started
+    if _started is None:
+        _started = CompileWorkers()
+
+
+def stop_workers() -> None:
+    """End a helper process that waits for its block: there is nothing to compile."""
+    global _started
+    if _started is not None:
+        _started.close()
+        _started = None
+
+
 @contextmanager
 def compile_workers() -> Iterator[None]:
-    """Inside, `compiling_ahead` compiles in processes, which start now. A block in a block uses the outer one's."""
-    global _workers
+    """Inside, `compiling_ahead` compiles in processes, which start now at the latest. A block in a block uses the outer
+    one's."""
+    global _started, _workers
     if _workers is not None:
         yield
         return
-    _workers = CompileWorkers()
+    _workers, _started = _started or CompileWorkers(), None
     try:
         yield
     finally:
@@ -189,13 +219,39 @@ class CompileWorkers:
                 waiting.set()
 
 
+class NotCompiled(Exception):
+    """Raised for a kernel that is not in the disk cache."""
+
+
+def load_compiled(compile_here: Callable[[], Any]) -> Any:
+    """Return what Triton's closure `compile_here` loads from the disk cache. Raises NotCompiled where it would have to
+    compile, which it begins with the source's `make_ir`, or is not known to tell."""
+
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        raise NotCompiled
+
+    source: Any = _variables(compile_here).get("src")
+    if not hasattr(source, "make_ir"):
+        raise NotCompiled
+    source.make_ir = refuse
+    try:
+        return compile_here()
+    finally:
+        del source.make_ir
+
+
+def _variables(compile_here: Callable[[], Any]) -> dict[str, Any]:
+    """What a closure refers to, by name."""
+    if not isinstance(compile_here, FunctionType):
+        return {}
+    names, cells = compile_here.__code__.co_freevars, compile_here.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
 def describe(compile_here: Callable[[], Any]) -> tuple[Any, ...] | None:
     """Return what to compile, as literals: (module, name, signature, constants, attributes, options, target). None: a
     closure, or a kernel, that cannot be described so."""
-    if not isinstance(compile_here, FunctionType):
-        return None
-    names, cells = compile_here.__code__.co_freevars, compile_here.__closure__ or ()
-    inner: dict[str, Any] = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+    inner = _variables(compile_here)
     if not {"src", "options", "target"} <= inner.keys():
         return None
     source, options, target = inner["src"], inner["options"], inner["target"]
