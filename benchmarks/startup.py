@@ -1,17 +1,20 @@
 """How long until the service is READY, and until the first token; and which phases of the start took how long.
 
-python -m benchmarks.startup [--runs 5] [--model FOLDER | --shape NAME] [--json FILE] [--section.key VALUE ...]
+python -m benchmarks.startup [--runs 5] [--model FOLDER | --shape NAME ...] [--fresh] [--engine-only] [--json FILE]
+    [--section.key VALUE ...]
 
 Each run starts processes anew: `inferengine engine` from exec to sd_notify and to the first token of a prompt of 128
 tokens (greedy), then `inferengine up` from exec to its banner. `--shape` writes a checkpoint of random weights first,
-as safetensors in a temporary folder: files just written are in the page cache. The first run of a machine compiles
-kernels on a card; it is told apart. On a machine that does other things too, look at `engine_ready_cpu_s`: the CPU
-time that the engine needed.
+as safetensors in a temporary folder: files just written are in the page cache. With `--model.load_format dummy` there
+is only its config.json. The first run of a machine compiles kernels on a card; it is told apart. `--fresh` makes it
+one: compiled kernels and measured tables are kept in a folder that is empty at first. On a machine that does other
+things too, look at `engine_ready_cpu_s`: the CPU time that the engine needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import select
@@ -45,14 +48,14 @@ class EngineStart(NamedTuple):
     phases: dict[str, float]
 
 
-def start_engine(words: list[str]) -> EngineStart:
-    """One start of `inferengine engine`."""
+def start_engine(words: list[str], environment: dict[str, str]) -> EngineStart:
+    """One start of `inferengine engine` in this environment."""
     with tempfile.TemporaryDirectory() as folder:
         path, address = f"{folder}/notify", f"ipc://{folder}/engine.sock"
         notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         notify.bind(path)
         began = time.monotonic()
-        process = _start(["engine", *words, "--wire.socket", address], {**os.environ, "NOTIFY_SOCKET": path})
+        process = _start(["engine", *words, "--wire.socket", address], {**environment, "NOTIFY_SOCKET": path})
         try:
             ready_s = _wait_ready(process, notify, began)
             cpu_s = _cpu_seconds(process.pid)
@@ -70,10 +73,10 @@ def start_engine(words: list[str]) -> EngineStart:
             notify.close()
 
 
-def start_up(words: list[str]) -> float:
+def start_up(words: list[str], environment: dict[str, str]) -> float:
     """Seconds from exec of `inferengine up` to its banner."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "XDG_RUNTIME_DIR": folder}
+        environment = {**environment, "XDG_RUNTIME_DIR": folder}
         began = time.monotonic()
         process = _start(["up", *words, "--http.port", "0", "--ws.port", "0"], environment, stdout=subprocess.PIPE)
         assert process.stdout is not None
@@ -93,7 +96,7 @@ def report(starts: Sequence[EngineStart], ups: Sequence[float]) -> dict[str, Any
         "engine_ready_s": [start.ready_s for start in later],
         "engine_first_token_s": [start.first_token_s for start in later],
         "engine_ready_cpu_s": [start.cpu_s for start in later],
-        "up_ready_s": list(ups),
+        **({"up_ready_s": list(ups)} if ups else {}),
     }
     names = list(dict.fromkeys(name for start in starts for name in start.phases))
     return {
@@ -110,14 +113,24 @@ def report(starts: Sequence[EngineStart], ups: Sequence[float]) -> dict[str, Any
 
 def lines(results: dict[str, Any]) -> list[str]:
     """For people: phases of a median start, then the whole."""
-    phases = results["phases_s"]
-    before = results["engine_ready_s"]["median"] - sum(phases.values())
-    shown = [f"{before:>8.2f} s  starting Python, reading the configuration"]
-    shown += [f"{seconds:>8.2f} s  {name}" for name, seconds in phases.items()]
-    texts = {"engine_ready_s": "engine ready", "engine_first_token_s": "first token", "up_ready_s": "up: banner"}
-    shown += [f"{results[name]['median']:>8.2f} s  from exec: {text}" for name, text in texts.items()]
-    first = results["first_run"]
-    return [*shown, f"{first['first_token_s']:>8.2f} s  from exec: first token, in the first run"]
+    first, phases = results["first_run"], results["phases_s"]
+    before = (
+        first["ready_s"] - sum(first["phases"].values()),
+        results["engine_ready_s"]["median"] - sum(phases.values()),
+    )
+    rows = [(*before, "starting Python, reading the configuration")]
+    rows += [(first["phases"].get(name, 0.0), seconds, name) for name, seconds in phases.items()]
+    rows += [
+        (first[of_first], results[name]["median"], f"from exec: {text}")
+        for name, of_first, text in (
+            ("engine_ready_s", "ready_s", "engine ready"),
+            ("engine_first_token_s", "first_token_s", "first token"),
+        )
+    ]
+    shown = [f"{results['model']}: first run, then the median of the others"]
+    shown += [f"{one:>8.2f} {other:>8.2f} s  {text}" for one, other, text in rows]
+    ups = results.get("up_ready_s")
+    return shown if ups is None else [*shown, f"{'':>8} {ups['median']:>8.2f} s  from exec: up: banner"]
 
 
 def random_checkpoint(shape: str, folder: Path) -> None:
@@ -131,25 +144,36 @@ def random_checkpoint(shape: str, folder: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def main() -> None:
-    flags, rest = parse_flags(sys.argv[1:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--model", help="checkpoint folder; neither this nor --shape: the embedded model")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args(rest)
-    with tempfile.TemporaryDirectory() as scratch:
+def checkpoint(shape: str, folder: Path, *, dummy: bool) -> str:
+    """Write a checkpoint of this shape, or only what an engine with dummy weights reads. Returns its folder."""
+    if not dummy:
+        random_checkpoint(shape, folder)
+        return str(folder)
+    from inferengine.bench.compare import with_tokenizer  # and torch
+
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    return str(with_tokenizer(folder, folder))
+
+
+def kept_in(folder: str) -> dict[str, str]:
+    """The environment of an engine that keeps compiled kernels and measured tables in this folder."""
+    return {"TRITON_CACHE_DIR": f"{folder}/triton", "XDG_CACHE_HOME": folder, "CUDA_CACHE_PATH": f"{folder}/cuda"}
+
+
+def measure(shape: str | None, arguments: argparse.Namespace, flags: dict[str, str]) -> dict[str, Any]:
+    """Start the model of a shape, `arguments.model` or the embedded one, several times."""
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as kept:
         model = [arguments.model] if arguments.model else []
-        if arguments.shape:
-            random_checkpoint(arguments.shape, Path(scratch))
-            model = [scratch]
+        if shape is not None:
+            model = [checkpoint(shape, Path(scratch), dummy=flags.get("model.load_format") == "dummy")]
         words = [*model, *(word for key, value in flags.items() for word in (f"--{key}", value))]
-        starts = [start_engine(words) for _ in range(arguments.runs)]
-        ups = [start_up(words) for _ in range(arguments.runs)]
-    results: dict[str, Any] = {
+        environment = {**os.environ, **(kept_in(kept) if arguments.fresh else {})}
+        starts = [start_engine(words, environment) for _ in range(arguments.runs)]
+        ups = [] if arguments.engine_only else [start_up(words, environment) for _ in range(arguments.runs)]
+    return {
         "benchmark": "startup",
-        "model": arguments.shape or (Path(arguments.model).name if arguments.model else "embedded"),
+        "model": shape or (Path(arguments.model).name if arguments.model else "embedded"),
+        "fresh": arguments.fresh,
         "machine": {
             "processor": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
@@ -159,9 +183,24 @@ def main() -> None:
         "flags": flags,
         **report(starts, ups),
     }
-    print("\n".join(lines(results)))
+
+
+def main() -> None:
+    flags, rest = parse_flags(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--model", help="checkpoint folder; neither this nor --shape: the embedded model")
+    parser.add_argument("--shape", choices=sorted(SHAPES), nargs="+", help="random weights of these shapes, in turn")
+    parser.add_argument("--fresh", action="store_true", help="nothing is compiled or measured before the first run")
+    parser.add_argument("--engine-only", action="store_true", help="without `inferengine up`")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(rest)
+    found = []
+    for shape in arguments.shape or [None]:
+        found.append(measure(shape, arguments, flags))
+        print("\n".join(lines(found[-1])), flush=True)
     if arguments.json:
-        write_result(arguments.json, results)
+        write_result(arguments.json, found[0] if len(found) == 1 else {"benchmark": "startup", "models": found})
 
 
 # -- inside ----------------------------------------------------------------------------------------------------------

@@ -455,7 +455,8 @@ def _bound(index: int, lanes: int) -> list[str]:
 
 
 def with_tokenizer(folder: Path, scratch: Path) -> Path:
-    """A folder with this model's config.json and a tokenizer: its own folder, or `scratch` with one of 256 bytes."""
+    """A folder with this model's config.json and a tokenizer: its own folder, or `scratch` with one of 256 bytes;
+    `scratch` may be its own."""
     if (folder / "tokenizer.json").exists():
         return folder
     letters = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256))]
@@ -466,7 +467,8 @@ def with_tokenizer(folder: Path, scratch: Path) -> Path:
     scratch.mkdir(exist_ok=True)
     (scratch / "tokenizer.json").write_text(json.dumps(document))
     (scratch / "tokenizer_config.json").write_text("{}")
-    shutil.copy(folder / "config.json", scratch / "config.json")
+    if scratch != folder:
+        shutil.copy(folder / "config.json", scratch / "config.json")
     return scratch
 
 

@@ -245,3 +245,10 @@ def test_a_folder_without_a_tokenizer_gets_one(folder: Path, tmp_path: Path) -> 
     usable = compare.with_tokenizer(folder, scratch)
     files = {name: (usable / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
     assert Tokenizer.from_files(files).encode("abc")
+
+
+def test_a_folder_of_its_own_gets_a_tokenizer_beside_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 300}')
+    assert compare.with_tokenizer(tmp_path, tmp_path) == tmp_path
+    assert (tmp_path / "tokenizer.json").exists()
+    assert (tmp_path / "config.json").read_text() == '{"vocab_size": 300}'
