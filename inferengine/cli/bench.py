@@ -273,7 +273,7 @@ def sweep(arguments: Arguments) -> int:
     The exit code is 1 when a request failed.
     """
     concurrencies = numbers(arguments, "concurrencies", int)
-    return _series(arguments, lambda load: suites.sweep(_quietly, load, concurrencies))
+    return _series(arguments, lambda load, measured: suites.sweep(measured, load, concurrencies))
 
 
 @command(ARRIVALS, takes_configuration=False)
@@ -283,7 +283,7 @@ def arrivals(arguments: Arguments) -> int:
     The exit code is 1 when a request failed.
     """
     shares = numbers(arguments, "shares", float)
-    return _series(arguments, lambda load: suites.arrivals(_quietly, load, shares))
+    return _series(arguments, lambda load, measured: suites.arrivals(measured, load, shares))
 
 
 @command(PRESSURE, takes_configuration=False)
@@ -293,7 +293,7 @@ def pressure(arguments: Arguments) -> int:
     Preemptions are read from the server's /metrics, where it has vLLM's names. The exit code is 1 when a request
     failed.
     """
-    return _series(arguments, lambda load: suites.pressure(_quietly, load))
+    return _series(arguments, lambda load, measured: suites.pressure(measured, load))
 
 
 @command(BATCH, takes_configuration=False)
@@ -305,8 +305,8 @@ def batch(arguments: Arguments) -> int:
     values, sizes = arguments.values, numbers(arguments, "batches", int)
     return _series(
         arguments,
-        lambda load: suites.batch(
-            _quietly,
+        lambda load, measured: suites.batch(
+            measured,
             load,
             sizes,
             values["repeats"],
@@ -326,7 +326,7 @@ def fragmentation(arguments: Arguments) -> int:
     served = None
     if flags is not None:
         served = lambda size: evidence_files.local_service(*flags, "--cache.block_size", str(size))  # noqa: E731
-    return _series(arguments, lambda load: suites.fragmentation(_quietly, load, sizes, served))
+    return _series(arguments, lambda load, measured: suites.fragmentation(measured, load, sizes, served))
 
 
 @command(LADDER, takes_configuration=False)
@@ -346,7 +346,9 @@ def ladder(arguments: Arguments) -> int:
         rungs += [(name, evidence_files.local_service(*flags, *own)) for name, own in suites.rung_flags().items()]
     return _series(
         arguments,
-        lambda load: suites.ladder(_quietly, load, rungs or [("server", nullcontext(load.url))], values["repeats"]),
+        lambda load, measured: suites.ladder(
+            measured, load, rungs or [("server", nullcontext(load.url))], values["repeats"]
+        ),
     )
 
 
@@ -356,7 +358,7 @@ def sanity(arguments: Arguments) -> int:
 
     The exit code is 1 when one is wrong.
     """
-    return _series(arguments, lambda load: suites.sanity(*load_generator.asker(load)))
+    return _series(arguments, lambda load, _: suites.sanity(*load_generator.asker(load)))
 
 
 @command(FEATURES, takes_configuration=False)
@@ -370,11 +372,11 @@ def features(arguments: Arguments) -> int:
     if unknown := set(chosen) - set(suites.FEATURES):
         raise ConfigError("--features", f"knows {', '.join(suites.FEATURES)}; got '{min(unknown)}'")
 
-    def measured(load: LoadOptions) -> dict[str, Any]:
+    def series(load: LoadOptions, measured: suites.Measure) -> dict[str, Any]:
         other = replace(load, url=values["theirs"], model=values["theirs_model"]) if values["theirs"] else None
-        return suites.features(_quietly, load, other, chosen)
+        return suites.features(measured, load, other, chosen)
 
-    return _series(arguments, measured)
+    return _series(arguments, series)
 
 
 @command(PAIRED, takes_configuration=False)
@@ -386,14 +388,14 @@ def paired(arguments: Arguments) -> int:
     values = arguments.values
     other = {"url": values["theirs"], "model": values["theirs_model"]}
 
-    def measured(load: LoadOptions) -> dict[str, Any]:
+    def series(load: LoadOptions, measured: suites.Measure) -> dict[str, Any]:
         ours, theirs = replace(load, url=values["ours"]), replace(load, **other)
-        found = suites.paired(_quietly, ours, theirs, values["runs"], gate=values["gate"], seed=load.seed)
+        found = suites.paired(measured, ours, theirs, values["runs"], gate=values["gate"], seed=load.seed)
         if values["raw"]:
             write_raw(Path(values["raw"]), found)
         return found
 
-    return _series(arguments, measured)
+    return _series(arguments, series)
 
 
 def write_raw(folder: Path, found: dict[str, Any]) -> None:
@@ -424,20 +426,29 @@ def _flags(arguments: Arguments) -> list[str] | None:
     return [] if text == "-" else shlex.split(text)
 
 
-def _quietly(options: LoadOptions) -> dict[str, Any]:
-    return measure(options, sys.stderr)
+def _series(arguments: Arguments, series: Callable[[LoadOptions, suites.Measure], dict[str, Any]]) -> int:
+    """Measure a series of loads, write its reports and print its table.
 
-
-def _series(arguments: Arguments, measured: Callable[[LoadOptions], dict[str, Any]]) -> int:
-    """Measure a series of loads, write its reports and print its table."""
+    Until it ends the file of --json has the loads measured so far, under `unfinished`: what was measured is not lost
+    with a series that is ended early.
+    """
     files = {name: arguments.values.get(name) for name in ("json", "markdown", "html")}
     written = {name: output_file(f"--{name}", file) for name, file in files.items() if file}
     folder = arguments.values.get("plots")
     if folder:
         plots.require_matplotlib()
     load, _ = load_options(arguments)
-    found = measured(load)
     about = environment(seed=load.seed)
+    loads: list[dict[str, Any]] = []
+
+    def measured(options: LoadOptions) -> dict[str, Any]:
+        found = measure(options, sys.stderr)
+        loads.append({"url": options.url, "fields": options.body, **found})
+        if "json" in written:
+            write_result(written["json"], {"environment": about, "unfinished": loads})
+        return found
+
+    found = series(load, measured)
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, svg in suites.plots(found).items():

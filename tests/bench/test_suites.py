@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,22 @@ def test_the_fields_of_a_feature_are_in_every_request() -> None:
         fields = suites.FEATURES[name]
         sent = [body for body in server.bodies if fields.items() <= body.items()]
         assert len(sent) == 4, "two before the clock starts and two after"
+
+
+def test_the_loads_of_a_series_that_is_ended_early_are_in_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(options: LoadOptions, stream: object) -> dict[str, Any]:
+        if options.body == suites.FEATURES["greedy"]:
+            raise KeyboardInterrupt
+        return {"output_tokens_per_s": 7.0, "failed": 0}
+
+    monkeypatch.setattr("inferengine.cli.bench.measure", ended)
+    with suppress(KeyboardInterrupt):
+        cli.main(["bench", "features", "--features", "n,greedy", "--json", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [load["fields"] for load in found["unfinished"]] == [suites.FEATURES["drawn"], suites.FEATURES["n"]]
+    assert found["environment"]["revision"]
 
 
 def test_an_unknown_feature_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
