@@ -123,7 +123,7 @@ def measure(num_tokens: int) -> dict[str, Any]:
         environment = {**os.environ, "XDG_RUNTIME_DIR": folder}
         processes = {
             "engine": Recorded(["engine"], environment),
-            "http": Recorded(["http", "--http.port", str(port)], environment),
+            "http": Recorded(["http", "--http.port", str(port), "--http.workers", "1"], environment),
         }
         try:
             wait_ready(

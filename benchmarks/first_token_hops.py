@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S, START_S = 60.0, 300.0
 WARM_UP = 5
 FIRST_ID, LAST_ID = 10, 250  # in every vocabulary
+FRONT_END_FLAGS = ("--http.workers", "1", "--log.level", "error")  # a worker of several would lack the recorder
 Notes = list[tuple[str, float]]
 
 
@@ -257,7 +258,7 @@ def main() -> None:
         environment = {**os.environ, "XDG_RUNTIME_DIR": scratch}
         processes = [
             Recorded("engine", engine, environment),
-            Recorded("http", ["--wire.socket", address, "--http.port", str(port), "--log.level", "error"], environment),
+            Recorded("http", ["--wire.socket", address, "--http.port", str(port), *FRONT_END_FLAGS], environment),
         ]
         try:
             wait_ready(port, START_S, is_running=lambda: all(each.process.poll() is None for each in processes))

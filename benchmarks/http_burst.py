@@ -88,6 +88,7 @@ def measure(cost: str, loads: list[int], arguments: argparse.Namespace) -> list[
         )
         engine.start()
         flags = ["--wire.socket", address, "--http.port", str(arguments.port), "--log.level", "error"]
+        flags += ["--http.workers", str(arguments.workers)]
         server = subprocess.Popen([sys.executable, "-m", "inferengine.cli", "http", *flags])
         try:
             wait_ready(arguments.port)
@@ -105,10 +106,10 @@ def measure(cost: str, loads: list[int], arguments: argparse.Namespace) -> list[
                     warm_up=min(load, 8),
                 )
                 for number in range(arguments.rounds):
-                    before = [sum(cpu_s(pid)) for pid in (server.pid, engine.pid or 0)]
+                    before = [cpu_of_all(pid) for pid in (server.pid, engine.pid or 0)]
                     outcome = asyncio.run(run(options, request_bodies(options, "burst"), GpuTrace()))
                     figures = summary(outcome.replies)
-                    after = [sum(cpu_s(pid)) for pid in (server.pid, engine.pid or 0)]
+                    after = [cpu_of_all(pid) for pid in (server.pid, engine.pid or 0)]
                     rows.append({"cost": cost, "load": load, "round": number, **figures})
                     for name, begun, ended in zip(("front_end", "engine"), before, after, strict=True):
                         per_request = (ended - begun) / (options.requests + options.warm_up)
@@ -121,6 +122,12 @@ def measure(cost: str, loads: list[int], arguments: argparse.Namespace) -> list[
             engine.kill()
             engine.join()
     return rows
+
+
+def cpu_of_all(pid: int) -> float:
+    """Seconds of a core that a process and its children have used."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return sum(sum(cpu_s(each)) for each in (pid, *map(int, children)))
 
 
 def summary(replies: list[LoadReply]) -> dict[str, Any]:
@@ -144,6 +151,7 @@ def main() -> None:
     parser.add_argument("--single", type=int, default=40, help="requests of load 1")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--itl-target-ms", type=float, help="scheduler.itl_target_ms; without it its default")
+    parser.add_argument("--workers", type=int, default=0, help="http.workers")
     parser.add_argument("--port", type=int, default=8931)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -113,9 +113,9 @@ def make_metrics(num_workers: int = 1) -> HttpMetrics:
 
 
 def make_quotas(config: Config, keys: KeyRing) -> Quotas:
-    """Make the request quotas that all workers share, from these keys and the limits in `config.http`."""
+    """Make the request quotas that all workers share, from these keys and the limits and workers in `config.http`."""
     http = config.http
-    return Quotas(keys.keys, max_in_flight=http.max_in_flight, num_workers=http.workers)
+    return Quotas(keys.keys, max_in_flight=http.max_in_flight, num_workers=http.workers or 1)
 
 
 def make_service(

@@ -33,8 +33,8 @@ from inferengine.observability.logging import configure
 from inferengine.process import stdio
 from inferengine.process.listen import AddressTaken, describe, open_listeners
 from inferengine.process.reload import Reload
-from inferengine.process.system import return_large_blocks
-from inferengine.process.workers import SignsOfLife, Workers
+from inferengine.process.system import return_large_blocks, usable_cores
+from inferengine.process.workers import SignsOfLife, Workers, choose_num_workers
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +143,8 @@ def run_http(config: Config, reload: Reload | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the process's exit code. Raises ConfigError for what may not be served
     like this."""
     configure(config.log)
+    num_workers = choose_num_workers(config.http.workers, usable_cores())
+    config = config.with_values(http={"workers": num_workers})
     raise_file_limit()
     return_large_blocks()
     try:
@@ -156,10 +158,10 @@ def run_http(config: Config, reload: Reload | None = None) -> int:
     read_names("http", config.http.allowed_hosts)
     read_origins("http.cors_origins", config.http.cors_origins)
     tls_files("http", config.http.tls_certificate, config.http.tls_key)
-    logger.info("listening", extra={"fields": {"address": address, "workers": config.http.workers}})
-    shared = Shared(sockets, make_metrics(config.http.workers), keys, make_quotas(config, keys))
+    logger.info("listening", extra={"fields": {"address": address, "workers": num_workers}})
+    shared = Shared(sockets, make_metrics(num_workers), keys, make_quotas(config, keys))
     signs = SignsOfLife(f"serving {address}")
-    if config.http.workers == 1:
+    if num_workers == 1:
         return run_worker(config, shared, signs.turn, reload)
     responses_path = make_database()
     shared = replace(shared, responses_path=responses_path)
@@ -171,7 +173,7 @@ def run_http(config: Config, reload: Reload | None = None) -> int:
     try:
         return Workers(
             serve,
-            num_workers=config.http.workers,
+            num_workers=num_workers,
             sockets=sockets,
             cells=shared.metrics.cells,
             frozen_after_s=config.engine.frozen_after_s,

@@ -317,7 +317,9 @@ class HttpConfig:
     request_timeout_s: float = _key(600.0, "longest duration of one request", minimum=0.1)
     keep_alive_s: float = _key(15.0, "interval of SSE keep-alive comments", minimum=1)
     uds: str = _key("", "listen on this unix socket instead of host and port")
-    workers: int = _key(1, "processes that share the listening socket", minimum=1)
+    workers: int = _key(
+        0, "processes that share the listening socket; 0: one for every four cores, at least 1 and at most 4", minimum=0
+    )
     tool_parser: str = _key(
         "auto",
         "format of the model's tool calls; auto: detected from its chat template",

@@ -31,6 +31,27 @@ PR_SET_PDEATHSIG = 1
 PAUSE_S = 1.0  # a timer that is later than this means that the process did not run
 
 
+def usable_cores(root: Path = Path("/")) -> float:
+    """Return how many cores this process may use: those that it is bound to, less what the control groups (version 2)
+    above it allow. `root`: the folder of /proc and /sys, for tests."""
+    cores = float(len(os.sched_getaffinity(0)))
+    top = root / "sys/fs/cgroup"
+    try:
+        entries = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return cores
+    own = top / next((entry.removeprefix("0::").strip("/") for entry in entries if entry.startswith("0::")), "")
+    for folder in (own, *own.parents):
+        if not folder.is_relative_to(top):
+            break
+        try:
+            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+            cores = min(cores, int(quota) / int(period))
+        except (OSError, ValueError):  # there is no limit: the word max, or no such file
+            continue
+    return cores
+
+
 def end_with_parent(number: int) -> None:
     """Make the kernel send this process a signal when the thread that started it ends. Only on Linux."""
     library = _library()

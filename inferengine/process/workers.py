@@ -29,6 +29,13 @@ KILL_MARGIN_S = 10.0  # on top of `frozen_after_s`, before a frozen worker is ki
 RESTART_AFTER_S = 0.5
 FAST_FAILURE_S = 5.0
 MAX_FAST_FAILURES = 5
+CORES_PER_WORKER = 4  # the others compute, launch and send
+MOST_CHOSEN = 4  # workers: each makes every step's messages more
+
+
+def choose_num_workers(configured: int, cores: float) -> int:
+    """Return how many workers serve: as configured, or as this many cores feed where that is 0."""
+    return configured or max(1, min(MOST_CHOSEN, int(cores / CORES_PER_WORKER)))
 
 
 class WorkerCells:

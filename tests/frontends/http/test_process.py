@@ -199,6 +199,26 @@ def test_a_signal_that_comes_while_it_starts_ends_it(address: str) -> None:
     assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == ExitCode.OK
 
 
+@pytest.mark.parametrize(("flags", "workers"), [((), "2"), (("--http.workers", "3"), "3")])
+def test_a_machine_of_eight_cores_gets_two_workers(address: str, flags: tuple[str, ...], workers: str) -> None:
+    program = """if True:
+        import sys
+        from frontends.http import process
+        from inferengine.cli.main import main
+        class Workers:
+            def __init__(self, serve, *, num_workers, **others):
+                print(num_workers)
+            def run(self):
+                return 0
+        process.usable_cores = lambda: 8.0
+        process.Workers = Workers
+        sys.exit(main(sys.argv[1:]))
+    """
+    command = [sys.executable, "-c", program, "http", "--wire.socket", address, "--http.port", "0", *flags]
+    done = subprocess.run(command, cwd=ROOT, timeout=60, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout.split()) == (ExitCode.OK, [workers])
+
+
 def test_a_worker_that_dies_is_replaced(address: str) -> None:
     with ScriptedEngine(address, says("the fox")), process(address, "--http.workers", "2") as running:
         children = Path(f"/proc/{running.popen.pid}/task/{running.popen.pid}/children")
