@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.shapes import QWEN3_30B_A3B
 from inferengine import LLM
 from inferengine.config import Config
 from inferengine.config.model_path import EMBEDDED
@@ -71,9 +72,16 @@ def test_a_card_is_asked_for_what_it_holds(huge: Path) -> None:
     assert reason(huge, 200 * GIB, "cuda") == ""
 
 
-def test_what_is_made_low_precision_at_load_is_there_in_full_before(huge: Path) -> None:
-    """The memory plan counts the codes; loading has every weight in its own format first."""
-    assert "127.6 GiB while they are loaded" in reason(huge, 80 * GIB, "cuda", model={"quantization": "int4"})
+def test_what_is_made_low_precision_at_load_takes_what_its_codes_take(huge: Path) -> None:
+    """Each layer is rounded before the next one is read: a 70B in FP8 loads on a card of 80 GiB."""
+    assert reason(huge, 80 * GIB, "cuda", model={"quantization": "fp8", "max_model_len": 8192}) == ""
+    assert "63.9 GiB while they are loaded" in reason(huge, 60 * GIB, "cuda", model={"quantization": "fp8"})
+
+
+def test_experts_that_are_made_low_precision_at_load_are_there_in_full_before(tmp_path: Path) -> None:
+    """29 billion numbers, 54 GiB, in 128 experts of each of 48 layers; the rest is in codes."""
+    folder = checkpoint(tmp_path / "qwen", QWEN3_30B_A3B)
+    assert "56.0 GiB while they are loaded" in reason(folder, 50 * GIB, "cuda", model={"quantization": "fp8"})
 
 
 def test_a_cache_that_holds_no_sequence_is_refused(tmp_path: Path) -> None:

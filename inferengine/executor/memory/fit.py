@@ -1,8 +1,9 @@
 """Checks whether a model fits into the free memory, before any of it is read.
 
-Loading needs memory for every weight in the number format that the engine computes in, before it is packed or rounded.
-The checkpoint's files do not count: they are mapped, and the kernel can reclaim those pages. A device needs the same of
-its own memory; a host that loads for a device needs almost nothing.
+Each layer is packed, or rounded, before the next one is read, so loading needs hardly more than what is packed. Only
+the experts of a mixture are all there in the number format that the engine computes in before the first is rounded. The
+checkpoint's files do not count: they are mapped, and the kernel can reclaim those pages. A device needs the same of its
+own memory; a host that loads for a device needs almost nothing.
 
 Only what cannot work is refused: the smallest known figure is compared with the free memory. Packing may halve fp32
 weights on a CPU, for example. Swap is not counted; `engine.check_memory = false` allows its use.
@@ -23,7 +24,7 @@ from inferengine.executor.memory.plan import (
     heaviest,
     host_budget_bytes,
     plan_groups,
-    weight_bytes,
+    weight_sizes,
 )
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.models import registry
@@ -63,13 +64,17 @@ def misfit(settings: ExecutorSettings, plan: MemoryPlan, free_bytes: int) -> str
 
 
 def loading_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
-    """Return the most bytes that the weights take while they are loaded. Weights that the engine itself quantizes are
-    all loaded before the first is rounded."""
+    """Return the most bytes that the weights take while they are loaded, but for the numbers of the layer that is being
+    rounded. Experts that the engine itself quantizes are all loaded before the first is rounded."""
     config, _ = registry.read_model_config(settings.folder)
     values = read_json(settings.folder / "config.json")
     if settings.quantization == "none" or layout_of(values) is not None:
         return plan.weights
-    return weight_bytes(config, values, settings.compute_dtype(config), shard=heaviest(settings))
+    dtype, shard = settings.compute_dtype(config), heaviest(settings)
+    numbers, codes = (
+        weight_sizes(config, values, dtype, scheme, shard).experts for scheme in ("none", settings.quantization)
+    )
+    return plan.weights + numbers - codes
 
 
 def least_resident_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
