@@ -7,6 +7,7 @@ its log-probability lies below that of the likeliest one: 0 where fp32 would hav
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from inferengine import LLM, SamplingParams
@@ -38,9 +39,21 @@ FORMATS: dict[str, tuple[dict[str, Any], float, float]] = {
 
 def engine(settings: dict[str, Any]) -> LLM:
     values = {section: dict(keys) for section, keys in settings.items()}
-    values["engine"] = {"device": "cuda", "max_num_seqs": 64}
+    values["engine"] = {"device": "cuda", "max_num_seqs": 64, **values.get("engine", {})}
     values["cache"] = {"num_blocks": 512, **values.get("cache", {})}  # other parts run on the card beside this one
     return LLM("", **values)
+
+
+def read_again(reference: LLM, outputs: Sequence[tuple[list[int], list[int]]]) -> tuple[float, float]:
+    """The mean loss of the tokens of these (prompt, output), and the share of them that `reference`, in fp32, would
+    have chosen."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    results = reference.generate([[*prompt, *output] for prompt, output in outputs], params, progress=False)
+    losses = []
+    for (_, output), result in zip(outputs, results, strict=True):
+        assert result.prompt_logprobs is not None  # asked for
+        losses += [max(0.0, row.top_logprobs[0] - row.logprob) for row in result.prompt_logprobs[-len(output) :]]
+    return sum(losses) / len(losses), sum(loss == 0.0 for loss in losses) / len(losses)
 
 
 def main() -> int:
@@ -55,19 +68,13 @@ def main() -> int:
             ]
     with engine(FORMATS["float32"][0]) as reference:
         for name, outputs in generated.items():
-            params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-            results = reference.generate([prompt + output for prompt, output in outputs], params, progress=False)
-            losses = []
-            for (_, output), result in zip(outputs, results, strict=True):
-                rows = result.prompt_logprobs[-len(output) :]
-                losses += [max(0.0, row.top_logprobs[0] - row.logprob) for row in rows]
-            mean = sum(losses) / len(losses)
-            chosen = sum(loss == 0.0 for loss in losses) / len(losses)
+            mean, chosen = read_again(reference, outputs)
             most_loss, least_chosen = FORMATS[name][1:]
             good = mean <= most_loss and chosen >= least_chosen
             wrong += [] if good else [name]
             text = f"mean loss {mean:.4f} (at most {most_loss}), fp32's choice {chosen:.3f} (at least {least_chosen})"
-            print(f"{'' if good else 'FAIL: '}{name:10} {len(losses)} tokens, {text}", flush=True)
+            num_tokens = sum(len(output) for _, output in outputs)
+            print(f"{'' if good else 'FAIL: '}{name:10} {num_tokens} tokens, {text}", flush=True)
     print(f"{len(FORMATS)} number formats, wrong: {', '.join(wrong) or 'none'}")
     return 1 if wrong else 0
 

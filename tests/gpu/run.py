@@ -36,11 +36,12 @@ PYTEST = [
 
 
 class Part(NamedTuple):
-    """One process: exit code 0 means that it passed."""
+    """One process: exit code 0 means that it passed. `cards`: how many it needs; with more than one it sees all."""
 
     name: str
     command: list[str]
     limit_s: int
+    cards: int = 1
 
 
 def parts(calls: int, gauntlet_s: int, processes: int) -> list[Part]:
@@ -58,6 +59,7 @@ def parts(calls: int, gauntlet_s: int, processes: int) -> list[Part]:
             "deterministic", [PYTHON, "-m", "benchmarks.deterministic", "--shape", "qwen3-0.6b", "--batches", "1"], 180
         ),
         Part("formats", [PYTHON, "-m", "tests.gpu.formats"], 180),
+        Part("ranks", [PYTHON, "-m", "tests.gpu.ranks"], 150, cards=2),
     ]
 
 
@@ -83,7 +85,9 @@ class Runner:
         begin = time.monotonic()
         limit_s = min(part.limit_s, self._end_s - begin)
         path = self._logs / f"{part.name}.log"
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(card), "PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()}
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()}
+        if part.cards == 1:
+            environment["CUDA_VISIBLE_DEVICES"] = str(card)
         with path.open("w") as log:
             process = subprocess.Popen(
                 part.command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -148,6 +152,9 @@ def main() -> int:
         return 1
     options.logs.mkdir(parents=True, exist_ok=True)
     cards = torch.cuda.device_count()
+    if only and (short := [part.name for part in chosen if part.cards > cards]):
+        parser.error(f"{', '.join(short)}: more than one card is needed")
+    chosen = [part for part in chosen if part.cards <= cards]
     runner = Runner(list(chosen), options.logs, options.total_seconds)
     begin = time.monotonic()
     lanes = [threading.Thread(target=runner.lane, args=(lane % cards,)) for lane in range(2 * cards)]

@@ -94,6 +94,11 @@ class TorchCommunicator:
         return bool(found.item())
 
     @property
+    def uses_peer_memory(self) -> bool:
+        """Whether sums of `expect_rows` go through memory that the ranks can access, and not through NCCL or gloo."""
+        return self._sums is not None
+
+    @property
     def lost(self) -> str | None:
         """Names the rank that a sum waited for without success; None if that has not happened."""
         return None if self._sums is None else self._sums.lost
