@@ -7,7 +7,10 @@ nothing of this package unless it measures it, so that the peer may have a Pytho
 With `--load-together` as many processes of a card start at once as its memory holds: loading and compiling, which take
 most of the time, overlap. A process measures when all of them have loaded and those before it have ended, so each
 measures alone. Both sides then have the same room for KV_TOKENS tokens instead of the rest of the card, and ours takes
-kernels from tables that exist (`engine.tune 0`).
+kernels from tables that exist (`engine.tune 0`). `--kv-tokens` sets that room, also for one process at a time: where
+weights leave little of a card, each side's own choice would be another workload.
+
+With `--tensor-parallel N` each process has N cards. NVLink multicast stays off on both sides.
 
 Workloads, for both sides the same token ids of the same seeds, without prefix cache:
 
@@ -18,7 +21,7 @@ Workloads, for both sides the same token ids of the same seeds, without prefix c
 - `prefill`: prompt tokens per second of 8 prompts of 4,096; where the model's context allows
 - `first token`: milliseconds to the only token of one prompt of 1,024
 - `short`, `short sampled`: output tokens per second of 400 requests at once, 128 to 384 in, 32 to 96 out, greedy and
-  with temperature 1 and top_p 0.95
+  with temperature 1 and top_p 0.95; `short-greedy` is the first of them alone
 - `long`: output tokens per second of 4 prompts of 30,000 at once, 65 out each; where the model's context allows
 """
 
@@ -53,11 +56,19 @@ LONG_INPUT, LONG_OUTPUT = 30_000, 65
 MARK = "ROW "
 LIMIT_S = 300.0
 LOWER_IS_BETTER = ("s", "ms", "ms per step")
-WORKLOADS = ("decode", "decode-drawn", "prefill", "first-token", "short", "long")
+WORKLOADS = ("decode", "decode-drawn", "prefill", "first-token", "short", "short-greedy", "long")
 DEFAULT_WORKLOADS = ("decode", "prefill", "first-token", "short", "long")
+MOST_CONTEXT = LONG_INPUT + 2768
 KV_TOKENS = 212_992  # room of each side where several processes share a card: 400 short requests, 4 long ones
 OTHER_BYTES = 8 << 30  # of a process besides weights and keys and values: activations, graphs, libraries
 POLL_S = 0.05
+# Of processes with several cards, where the environment does not say otherwise.
+SEVERAL_CARDS = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_SKIP_P2P_CHECK": "1",
+}
 SETTINGS = {
     "peer": "vllm.LLM: bfloat16, load_format dummy, enable_prefix_caching False, all else default (compiled, CUDA "
     "graphs, asynchronous scheduling)",
@@ -78,6 +89,18 @@ class Drawing(NamedTuple):
 GREEDY, DRAWN, NUCLEUS = Drawing(), Drawing(1.0), Drawing(1.0, 0.95)
 
 
+class Sizes(NamedTuple):
+    """What both sides are given. 0: each side's own default. `kv_tokens`: room in the cache, of which `kv_bytes` are on
+    each card; `batched_tokens` and `sequences`: the most of a step."""
+
+    context: int
+    kv_tokens: int = 0
+    kv_bytes: int = 0
+    ranks: int = 1
+    batched_tokens: int = 0
+    sequences: int = 0
+
+
 class Side(Protocol):
     """An engine that completes token ids."""
 
@@ -89,17 +112,18 @@ class Side(Protocol):
 class Ours:
     """inferengine.LLM."""
 
-    def __init__(self, folder: str, max_model_len: int, kv_bytes: int = 0) -> None:
-        """`kv_bytes`: room for KV_TOKENS tokens, where other processes share the card; 0: the rest of the card."""
+    def __init__(self, folder: str, sizes: Sizes) -> None:
         from inferengine import LLM, SamplingParams
 
         self._params: Callable[..., Any] = SamplingParams
-        model = {"load_format": "dummy", "max_model_len": max_model_len}
+        model = {"load_format": "dummy", "max_model_len": sizes.context}
         cache: dict[str, Any] = {"prefix_caching": False}
-        if kv_bytes:
-            cache |= {"block_size": 64, "num_blocks": KV_TOKENS // 64}
-        # Beside others that load, measuring kernels would mislead: tables that exist choose them.
-        self._llm = LLM(folder, model=model, cache=cache, engine={"tune": "0" if kv_bytes else "auto"})
+        engine: dict[str, Any] = {"tensor_parallel": sizes.ranks}
+        engine |= {"max_num_batched_tokens": sizes.batched_tokens, "max_num_seqs": sizes.sequences}
+        if sizes.kv_tokens:
+            cache |= {"block_size": 64, "num_blocks": sizes.kv_tokens // 64}
+            engine["tune"] = "0"  # beside others that load, measuring kernels would mislead: tables choose them
+        self._llm = LLM(folder, model=model, cache=cache, engine=engine)
 
     def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], drawing: Drawing = GREEDY) -> float:
         """Seconds of LLM.generate."""
@@ -114,21 +138,28 @@ class Ours:
 class Peer:
     """vllm.LLM."""
 
-    def __init__(self, folder: str, max_model_len: int, kv_bytes: int = 0) -> None:
-        """`kv_bytes`: of keys and values, where other processes share the card; 0: vLLM's default."""
+    def __init__(self, folder: str, sizes: Sizes) -> None:
         vllm: Any = importlib.import_module("vllm")
         self._params: Callable[..., Any] = vllm.SamplingParams
-        # The share is what vLLM wants to see free at its start; with kv_cache_memory_bytes it takes no more than that.
-        shared = {"kv_cache_memory_bytes": kv_bytes, "gpu_memory_utilization": 0.05} if kv_bytes else {}
+        more: dict[str, Any] = {}
+        if sizes.kv_bytes:
+            # The share is what vLLM wants to see free at its start; with kv_cache_memory_bytes it takes no more.
+            more |= {"kv_cache_memory_bytes": sizes.kv_bytes, "gpu_memory_utilization": 0.05}
+        if sizes.ranks > 1:
+            more["tensor_parallel_size"] = sizes.ranks
+        if sizes.batched_tokens:
+            more["max_num_batched_tokens"] = sizes.batched_tokens
+        if sizes.sequences:
+            more["max_num_seqs"] = sizes.sequences
         self._llm = vllm.LLM(
             model=folder,
             load_format="dummy",
             dtype="bfloat16",
             skip_tokenizer_init=True,
-            max_model_len=max_model_len,
+            max_model_len=sizes.context,
             enable_prefix_caching=False,
             seed=0,
-            **shared,
+            **more,
         )
 
     def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], drawing: Drawing = GREEDY) -> float:
@@ -150,39 +181,50 @@ def require_lengths(lengths: Sequence[int], outputs: Sequence[int]) -> None:
 
 
 def measure(
-    side: Side, vocab_size: int, workloads: Sequence[str], rows: Sequence[int], context: int, tell: Report
+    side: Side,
+    vocab_size: int,
+    workloads: Sequence[str],
+    rows: Sequence[int],
+    context: int,
+    tell: Report,
+    *,
+    quick: bool = False,
 ) -> None:
-    """Measure the workloads one after the other. `context`: tokens that the model can hold."""
+    """Measure the workloads one after the other. `context`: tokens that the model can hold. `quick`: decodes and
+    prefills once instead of two or three times."""
     rng = random.Random(9)
     most = min(vocab_size, 120_000) - 1
 
     def prompts(lengths: Sequence[int]) -> list[list[int]]:
         return [[rng.randint(10, most) for _ in range(length)] for length in lengths]
 
-    for lengths, output in (([128] * 4, 16), ([64] * 200, 8), ([2048] * 2, 4)):
+    for lengths, output in (([128] * 4, 16), ([64] * 200, 8), ([min(2048, context // 2)] * 2, 4)):
         side.generate_s(prompts(lengths), [output] * len(lengths))
     for workload, name, drawing in (("decode", "decode", GREEDY), ("decode-drawn", "decode drawn", DRAWN)):
         for count in rows if workload in workloads else ():
             batch = prompts([128] * count)
             side.generate_s(batch, [8] * count, drawing)
-            one_s = statistics.median(side.generate_s(batch, [1] * count, drawing) for _ in range(3))
-            all_s = statistics.median(side.generate_s(batch, [OUTPUT] * count, drawing) for _ in range(2))
+            one_s = statistics.median(side.generate_s(batch, [1] * count, drawing) for _ in range(1 if quick else 3))
+            all_s = statistics.median(
+                side.generate_s(batch, [OUTPUT] * count, drawing) for _ in range(1 if quick else 2)
+            )
             tell(f"{name} {count}", "ms per step", 1e3 * (all_s - one_s) / (OUTPUT - 1))
     if "prefill" in workloads and context > PREFILL_INPUT:
         batch = prompts([PREFILL_INPUT] * 8)
         side.generate_s(batch, [1] * 8)
-        seconds = statistics.median(side.generate_s(batch, [1] * 8) for _ in range(2))
+        seconds = statistics.median(side.generate_s(batch, [1] * 8) for _ in range(1 if quick else 2))
         tell("prefill", "prompt tokens/s", 8 * PREFILL_INPUT / seconds)
     if "first-token" in workloads:
         batch = prompts([1024])
         side.generate_s(batch, [1])
         tell("first token", "ms", 1e3 * statistics.median(side.generate_s(batch, [1]) for _ in range(5)))
-    if "short" in workloads:
+    if "short" in workloads or "short-greedy" in workloads:
         lengths, outputs = [rng.randint(128, 384) for _ in range(400)], [rng.randint(32, 96) for _ in range(400)]
         batch = prompts(lengths)
         tell("short", "output tokens/s", sum(outputs) / side.generate_s(batch, outputs))
-        side.generate_s(batch[:100], [4] * 100, NUCLEUS)
-        tell("short sampled", "output tokens/s", sum(outputs) / side.generate_s(batch, outputs, NUCLEUS))
+        if "short" in workloads:
+            side.generate_s(batch[:100], [4] * 100, NUCLEUS)
+            tell("short sampled", "output tokens/s", sum(outputs) / side.generate_s(batch, outputs, NUCLEUS))
     if "long" in workloads and context > LONG_INPUT + LONG_OUTPUT:
         batch = prompts([LONG_INPUT] * 4)
         side.generate_s(prompts([LONG_INPUT]), [2])
@@ -197,14 +239,17 @@ def run_side(arguments: argparse.Namespace) -> None:
     def tell(workload: str, unit: str, value: float) -> None:
         print(MARK + json.dumps({"workload": workload, "unit": unit, "value": round(value, 4)}), flush=True)
 
-    context = min(int(config.get("max_position_embeddings", 16_384)), LONG_INPUT + 2768)
+    longest = int(config.get("max_position_embeddings", 16_384))
+    sizes = Sizes(*json.loads(arguments.sizes))
+    sizes = sizes._replace(context=min(longest, sizes.context or MOST_CONTEXT))
     begin = time.perf_counter()
-    side: Side = (Ours if arguments.side == "ours" else Peer)(arguments.folder, context, arguments.kv_bytes)
+    side: Side = (Ours if arguments.side == "ours" else Peer)(arguments.folder, sizes)
     if arguments.group:
         await_turn(Path(arguments.group), arguments.place, arguments.of)
     else:  # beside others that load, it would say little
         tell("load and warm-up", "s", time.perf_counter() - begin)
-    measure(side, int(config["vocab_size"]), arguments.workloads.split(","), rows, context, tell)
+    workloads, vocab_size = arguments.workloads.split(","), int(config["vocab_size"])
+    measure(side, vocab_size, workloads, rows, sizes.context, tell, quick=arguments.quick)
 
 
 def await_turn(group: Path, place: int, of: int) -> None:
@@ -224,7 +269,7 @@ def await_turn(group: Path, place: int, of: int) -> None:
 
 
 class Need(NamedTuple):
-    """Bytes of one process on a card: all of them, and of KV_TOKENS keys and values among them."""
+    """Bytes of one process on a card: all of them, and those of keys and values among them."""
 
     whole: int
     kv: int
@@ -233,7 +278,8 @@ class Need(NamedTuple):
 class Plan(NamedTuple):
     """What is measured, and how. `cards`: values of CUDA_VISIBLE_DEVICES. `peer_path`: folders for the peer's
     PYTHONPATH. `limit_s`: seconds for one side of one model. `environment`: variables of the processes. `needs`: of
-    each folder, where processes are to load together on cards of `card_bytes`."""
+    each folder, where processes are to load together on cards of `card_bytes`. `sizes`: of each process; its `kv_bytes`
+    are in `kv_bytes` of each folder. `quick` as of `measure`."""
 
     folders: Sequence[Path]
     cards: Sequence[str]
@@ -246,6 +292,13 @@ class Plan(NamedTuple):
     environment: Mapping[str, str]
     needs: Mapping[Path, Need] | None = None
     card_bytes: int = 0
+    sizes: Sizes = Sizes(0)
+    kv_bytes: Mapping[Path, int] = {}
+    quick: bool = False
+
+    def sizes_of(self, folder: Path) -> Sizes:
+        """What the processes of a model are given."""
+        return self.sizes._replace(kv_bytes=self.kv_bytes.get(folder, 0))
 
 
 class Job(NamedTuple):
@@ -366,11 +419,12 @@ class Comparison:
         python = plan.peer_python if side == "peer" else sys.executable
         command = [*_bound(index, len(plan.cards)), python, __file__, side, str(job.usable)]
         command += ["--workloads", ",".join(plan.workloads), "--rows", ",".join(map(str, plan.rows))]
-        if plan.needs is not None:
-            command += ["--kv-bytes", str(plan.needs[job.folder].kv)]
+        command += ["--sizes", json.dumps(plan.sizes_of(job.folder)), *(["--quick"] if plan.quick else [])]
         if turns is not None:
             command += ["--group", str(turns), "--place", str(place), "--of", str(of)]
         environment = {**plan.environment, "CUDA_VISIBLE_DEVICES": plan.cards[index]}
+        if plan.sizes.ranks > 1:
+            environment = {**SEVERAL_CARDS, **environment}
         path = plan.peer_path if side == "peer" else str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [path, environment.get("PYTHONPATH", "")]))
         with self._lock:
@@ -515,7 +569,8 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--workloads", required=True)
     parser.add_argument("--rows", required=True)
-    parser.add_argument("--kv-bytes", type=int, default=0)
+    parser.add_argument("--sizes", default="[0]")
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--group", default="")
     parser.add_argument("--place", type=int, default=0)
     parser.add_argument("--of", type=int, default=1)

@@ -170,7 +170,8 @@ PAIRED = OPTIONS | {
 COMPARE = {
     "both sides": (
         Option("--model FOLDER", "a folder with a config.json; weights are random. One or more", (), repeated=True),
-        Option("--cards LIST", "CUDA devices; each measures one model at a time", "0"),
+        Option("--cards LIST", "CUDA devices; each measures one model at a time. Default: the first of them", ""),
+        Option("--tensor-parallel N", "cards of --cards that share each model, on both sides", 1, minimum=1),
         Option("--sides LIST", "peer, ours or both", "peer,ours"),
         Option("--peer-python FILE", "a Python that has vllm; default: this one"),
         Option("--peer-path FOLDER", "put before PYTHONPATH of the peer"),
@@ -183,6 +184,15 @@ COMPARE = {
         Option("--limit S", "seconds for one side of one model", compare_engines.LIMIT_S),
         Option("--load-together", "load at once what a card holds; each side still measures alone"),
         Option("--card-gib N", "memory of a card that processes share with --load-together", 130.0),
+        Option(
+            "--context N", f"most tokens of a sequence; default: {compare_engines.MOST_CONTEXT:,}, or the model's", 0
+        ),
+        Option(
+            "--kv-tokens N", "room in each side's cache; default: the rest of the card, with --load-together 212,992", 0
+        ),
+        Option("--batched-tokens N", "most tokens of a step on both sides; default: each side's own", 0),
+        Option("--sequences N", "most rows of a step, likewise", 0),
+        Option("--quick", "decodes and prefills are measured once instead of two or three times"),
     ),
     "the report": (
         Option("--json FILE", "all figures of both sides, with settings, environment and the cards' clocks and power"),
@@ -215,10 +225,16 @@ def compare(arguments: Arguments) -> int:
         if unknown := set(chosen[name]) - set(known):
             raise ConfigError(f"--{name}", f"knows {', '.join(known)}; got '{min(unknown)}'")
     written = {name: output_file(f"--{name}", values[name]) for name in ("json", "markdown") if values[name]}
+    ranks = values["tensor_parallel"]
+    cards = values["cards"].split(",") if values["cards"] else [str(card) for card in range(ranks)]
+    if len(cards) % ranks:
+        raise ConfigError("--cards", f"{len(cards)} cards are no multiple of --tensor-parallel {ranks}")
+    kv_tokens = values["kv_tokens"] or (compare_engines.KV_TOKENS if values["load_together"] else 0)
+    needs = {folder: _need(folder, kv_tokens, ranks) for folder in folders} if kv_tokens else {}
 
     plan = compare_engines.Plan(
         folders,
-        cards=values["cards"].split(","),
+        cards=[",".join(cards[first : first + ranks]) for first in range(0, len(cards), ranks)],
         sides=chosen["sides"],
         workloads=chosen["workloads"],
         rows=numbers(arguments, "rows", int),
@@ -226,8 +242,17 @@ def compare(arguments: Arguments) -> int:
         peer_path=values["peer_path"],
         limit_s=values["limit"],
         environment=variables(),
-        needs={folder: _need(folder) for folder in folders} if values["load_together"] else None,
+        needs=needs if values["load_together"] else None,
         card_bytes=int(values["card_gib"] * 2**30),
+        sizes=compare_engines.Sizes(
+            values["context"],
+            kv_tokens=kv_tokens,
+            ranks=ranks,
+            batched_tokens=values["batched_tokens"],
+            sequences=values["sequences"],
+        ),
+        kv_bytes={folder: need.kv for folder, need in needs.items()},
+        quick=values["quick"],
     )
 
     def report_of(comparison: compare_engines.Comparison) -> dict[str, Any]:
@@ -235,6 +260,7 @@ def compare(arguments: Arguments) -> int:
             "benchmark": "compare",
             "settings": compare_engines.SETTINGS,
             "loaded_together": values["load_together"],
+            "tensor_parallel": ranks,
             "weights": "random",
             "rows": compare_engines.joined(comparison.rows),
             "failures": comparison.failures,
@@ -259,11 +285,11 @@ def compare(arguments: Arguments) -> int:
     return ExitCode.CRASH if comparison.failures else ExitCode.OK
 
 
-def _need(folder: Path) -> compare_engines.Need:
-    """The bytes that a process of either side takes of a card."""
+def _need(folder: Path, kv_tokens: int, ranks: int) -> compare_engines.Need:
+    """The bytes that a process of either side takes of each of its cards."""
     weights, per_token = bytes_of_model(folder)
-    kv_bytes = compare_engines.KV_TOKENS * per_token
-    return compare_engines.Need(weights + kv_bytes + compare_engines.OTHER_BYTES, kv_bytes)
+    kv_bytes = kv_tokens * per_token // ranks
+    return compare_engines.Need(weights // ranks + kv_bytes + compare_engines.OTHER_BYTES, kv_bytes)
 
 
 @command(SWEEP, takes_configuration=False)

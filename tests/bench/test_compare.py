@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import time
@@ -41,6 +42,9 @@ class LLM:
         assert ("kv_cache_memory_bytes" in other) == ("gpu_memory_utilization" in other)
         self.log = Path(os.environ["PEER_LOG"])
         self.note("loaded")
+        asked = {name: value for name, value in other.items() if name.startswith(("max_", "tensor", "kv_"))}
+        names = "CUDA_VISIBLE_DEVICES", "NCCL_NVLS_ENABLE"
+        self.log.with_name("asked").write_text(repr((asked, [os.environ.get(name) for name in names])))
         if Path(model).name == "hangs" or "/hangs" in str(model):
             time.sleep(60)
 
@@ -94,6 +98,29 @@ def test_outputs_of_another_length_are_a_failure_and_no_figure(run: Callable[...
     assert [row["workload"] for row in found["rows"]] == ["load and warm-up"]
     (failure,) = found["failures"]
     assert "instead of" in failure["output"]
+
+
+def test_several_cards_and_the_same_room_are_given_to_a_process(run: Callable[..., int], tmp_path: Path) -> None:
+    """NVLink multicast stays off there."""
+    words = ["--tensor-parallel", "2", "--cards", "4,5", "--context", "4096", "--kv-tokens", "4096", "--sequences", "8"]
+    shapes = shapes_in(tmp_path, "a")
+    assert run(*shapes, *words, "--batched-tokens", "512", "--workloads", "first-token", models=False) == ExitCode.OK
+    asked, (cards, multicast) = ast.literal_eval((tmp_path / "asked").read_text())
+    each = 2 * 2 * 2 * 16 * 2 // 2  # keys and values of 2 layers, 2 heads of 16, 2 bytes, over 2 cards
+    sizes = {"max_model_len": 4096, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+    assert asked == {**sizes, "tensor_parallel_size": 2, "kv_cache_memory_bytes": 4096 * each}
+    assert (cards, multicast) == ("4,5", "0")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["tensor_parallel"] == 2
+    assert {row["workload"] for row in found["rows"]} == {"load and warm-up", "first token"}
+
+
+def test_a_quick_comparison_asks_once_for_what_it_times(run: Callable[..., int], tmp_path: Path) -> None:
+    assert run("--quick", "--rows", "2", "--workloads", "decode,short-greedy") == ExitCode.OK
+    lines = (tmp_path / "peer.log").read_text().splitlines()
+    assert len([line for line in lines if line.startswith("generates")]) == 3 + 3 + 1, "3 to warm up, 3 of 2 rows"
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [row["workload"] for row in found["rows"]] == ["load and warm-up", "decode 2", "short"]
 
 
 def test_drawn_decodes_are_a_workload_of_their_own(run: Callable[..., int], tmp_path: Path) -> None:
@@ -214,6 +241,7 @@ def test_what_does_not_fit_beside_the_others_forms_the_next_group() -> None:
         (["--workloads", "decode,sleep"], "--workloads"),
         (["--sides", "theirs"], "--sides"),
         (["--rows", "0"], "--rows"),
+        (["--cards", "0,1,2", "--tensor-parallel", "2"], "--cards"),
         (["--model", "/nowhere"], "--model"),
     ],
 )
