@@ -20,6 +20,9 @@ LLAMA_3_1_8B = {
     },
     "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
 }  # fmt: skip
+LLAMA_3_1_70B = {
+    **LLAMA_3_1_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+}  # fmt: skip
 QWEN3_0_6B = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
     "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -111,6 +114,7 @@ GEMMA_2_9B = {
 SHAPES: dict[str, dict[str, Any]] = {
     "embedded": EMBEDDED,
     "llama-3.1-8b": LLAMA_3_1_8B,
+    "llama-3.1-70b": LLAMA_3_1_70B,
     "qwen3-0.6b": QWEN3_0_6B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,

@@ -6,11 +6,14 @@ Starts `inferengine up` with random weights of a shape, reads streams, and then 
 CPU: a step that waits for ever). The step watch finds it, the supervisor kills and starts the engine, and the client
 goes on with every stream. Exit code 1 where a stream ended with an error or with another number of tokens.
 
-python -m benchmarks.stall_recovery --ranks 10 [--streams 4] [--json FILE] [--section.key VALUE ...]
+python -m benchmarks.stall_recovery --ranks 10 [--services 1] [--streams 4] [--json FILE] [--section.key VALUE ...]
 
-The embedded model on two ranks: rank 1 is killed (SIGKILL) and stopped (SIGSTOP) in the middle of streams, so often
-each, and at the end the service itself is stopped in the middle of some. Exit code 1 also where a stream has other
-tokens than undisturbed, or a process or a file in /dev/shm is left.
+The embedded model on two ranks, over gloo or on two cards: rank 1 is killed (SIGKILL) and stopped (SIGSTOP) in the
+middle of streams, so often each, and at the end the service itself is stopped in the middle of some. With `--services
+N` N services share the losses, each with ranks of its own on the same cards: the restarts of one overlap with the
+streams of others. The first one starts alone, so that the others find its kernels compiled. Exit code 1 also where a
+stream has other tokens than undisturbed, where an engine had not ended 5 s after its rank was lost, or a process or a
+file in /dev/shm is left.
 """
 
 from __future__ import annotations
@@ -36,13 +39,16 @@ from inferengine.cli.main import main as inferengine
 from inferengine.client import AsyncClient
 from inferengine.config import parse_flags
 from inferengine.errors import InferEngineError
+from inferengine.process.supervisor import FAST_FAILURE_S, MAX_FAST_FAILURES
 from inferengine.sampling_params import SamplingParams
 
 START_S = 300.0
 GONE_S = 120.0  # an outage longer than this is a failure
 PROMPT_TOKENS = 64
 SILENT_S = 1.0  # no stream has a token for so long: the hung step has begun
-LIFETIME_S = 12.0  # of an engine before its rank is lost
+LIFETIME_S = FAST_FAILURE_S + 2.0  # of an engine before its rank is lost
+MOST_ENDED_S = 5.0  # in which an engine has to notice the loss of a rank
+ATTEMPTS = 5  # to lose a rank in the middle of streams
 BEFORE = 20  # tokens of every stream before the device hangs
 
 
@@ -110,6 +116,16 @@ class Streams:
                     self.latest[index] = time.monotonic()
         except InferEngineError as error:
             self.errors.append(str(error))
+
+    async def have_begun(self) -> None:
+        """Until every stream has some tokens."""
+        while min(self.counts) < BEFORE:
+            await asyncio.sleep(0.002)
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether all streams have all of their tokens."""
+        return min(self.counts) >= self._max_tokens
 
     @property
     def wrong(self) -> int:
@@ -197,80 +213,137 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-async def lose_ranks(address: str, processes: Processes, options: argparse.Namespace) -> dict[str, Any]:
-    """Signal rank 1 in the middle of streams again and again, and compare their tokens with undisturbed ones."""
-    results: dict[str, Any] = {"losses": [], "errors": [], "wrong": 0}
-    client = AsyncClient(address)
-    await client.connect(START_S)
+class RankLosses:
+    """One service whose rank 1 is lost again and again. `turn`: only one service streams until its signal is sent."""
 
-    def begin() -> tuple[Streams, list[asyncio.Task[None]]]:
-        streams = Streams(options.streams, options.max_tokens)
-        return streams, [asyncio.create_task(streams.read(client, index)) for index in range(options.streams)]
+    def __init__(self, options: argparse.Namespace, words: list[str], turn: asyncio.Lock) -> None:
+        self._options, self._turn = options, turn
+        self._folder = tempfile.TemporaryDirectory()
+        self._address = f"ipc://{self._folder.name}/engine.sock"
+        command = [sys.executable, "-m", "inferengine.cli", "up", "--engine.tensor_parallel", "2"]
+        command += ["--wire.socket", self._address, "--http.port", "0", "--ws.port", "0"]
+        command += ["--engine.drain_timeout_s", "2", *words]
+        environment = {**os.environ, "XDG_RUNTIME_DIR": self._folder.name}
+        self._service = subprocess.Popen(command, env=environment)
+        self.processes = Processes(self._service.pid)
+        self._client = AsyncClient(self._address)
+        self.found: dict[str, Any] = {"losses": [], "errors": [], "wrong": 0}
 
-    try:
-        await client.wait_ready(timeout_s=START_S)
-        undisturbed, reading = begin()
-        await asyncio.gather(*reading)
-        for number in [signal.SIGKILL, signal.SIGSTOP] * options.ranks:
-            await client.wait_ready(timeout_s=START_S)
-            while (await client.admin("stats"))["uptime_s"] < LIFETIME_S:  # the supervisor gives up after fast failures
-                await asyncio.sleep(0.1)
-            engine, rank = processes.engine_and_rank()
-            streams, reading = begin()
-            while min(streams.counts) < BEFORE:
-                await asyncio.sleep(0.002)
+    async def wait_ready(self) -> None:
+        """Until the engine serves."""
+        await self._client.connect(START_S)
+        await self._client.wait_ready(timeout_s=START_S)
+
+    def _begin(self) -> tuple[Streams, list[asyncio.Task[None]]]:
+        count = self._options.streams
+        streams = Streams(count, self._options.max_tokens)
+        return streams, [asyncio.create_task(streams.read(self._client, index)) for index in range(count)]
+
+    async def lose(self, signals: list[signal.Signals]) -> None:
+        """Send these signals to rank 1 in the middle of streams, and compare their tokens with undisturbed ones."""
+        await self.wait_ready()
+        async with self._turn:
+            undisturbed, reading = self._begin()
+            await asyncio.gather(*reading)
+        self.found["errors"] += undisturbed.errors
+        for index, number in enumerate(signals):
+            # The supervisor gives up after some fast failures.
+            await self._wait_for_uptime(LIFETIME_S if index and len(signals) >= MAX_FAST_FAILURES else 0.0)
+            loss, streams = await self._loss(number)
+            self.found["losses"].append(loss._asdict())
+            self.found["errors"] += streams.errors
+            pairs = zip(streams.tokens, undisturbed.tokens, strict=True)
+            self.found["wrong"] += sum(tokens != expected for tokens, expected in pairs)
+            print(f"{loss.signal}: engine ended after {loss.ended_s:.1f} s, served {loss.served_s:.1f} s", flush=True)
+        await self._wait_for_uptime(1.0)
+        async with self._turn:
+            self.processes.engine_and_rank()
+            streams, reading = self._begin()
+            await streams.have_begun()
+            for task in reading:
+                task.cancel()
+
+    async def _wait_for_uptime(self, seconds: float) -> None:
+        await self._client.wait_ready(timeout_s=START_S)
+        while (await self._client.admin("stats"))["uptime_s"] < seconds:
+            await asyncio.sleep(0.1)
+
+    async def _loss(self, number: signal.Signals) -> tuple[RankLoss, Streams]:
+        async with self._turn:
+            engine, rank = self.processes.engine_and_rank()
+            for _ in range(ATTEMPTS):
+                streams, reading = self._begin()
+                await streams.have_begun()
+                if not streams.have_ended:
+                    break
+            else:
+                raise RuntimeError("streams end before a rank can be lost: ask for more with --max-tokens")
             os.kill(rank, number)
             sent = time.monotonic()
-            while not is_gone(engine):
-                await asyncio.sleep(0.01)
-            ended = time.monotonic()
-            while max(streams.latest) < ended and time.monotonic() < sent + GONE_S:
-                await asyncio.sleep(0.01)
-            loss = RankLoss(number.name, ended - sent, max(streams.latest) - sent)
-            await asyncio.gather(*reading)
-            results["losses"].append(loss._asdict())
-            results["errors"] += streams.errors
-            results["wrong"] += sum(a != b for a, b in zip(streams.tokens, undisturbed.tokens, strict=True))
-            print(f"{loss.signal}: engine ended after {loss.ended_s:.1f} s, served {loss.served_s:.1f} s", flush=True)
-        while (await client.admin("stats"))["uptime_s"] < 1.0:
-            await asyncio.sleep(0.1)
-        await client.wait_ready(timeout_s=START_S)
-        processes.engine_and_rank()
-        streams, reading = begin()
-        while min(streams.counts) < BEFORE:
-            await asyncio.sleep(0.002)
-        for task in reading:
-            task.cancel()
+        while not is_gone(engine):
+            await asyncio.sleep(0.01)
+        ended = time.monotonic()
+        while max(streams.latest) < ended and time.monotonic() < sent + GONE_S:
+            await asyncio.sleep(0.01)
+        loss = RankLoss(number.name, ended - sent, max(streams.latest) - sent)
+        await asyncio.gather(*reading)
+        return loss, streams
+
+    async def close(self) -> None:
+        """Stop the service as Ctrl-C does; add how it ended to what was found."""
+        await self._client.close()
+        self._service.send_signal(signal.SIGINT)
+        try:
+            code = await asyncio.to_thread(self._service.wait, 60)
+        except subprocess.TimeoutExpired:
+            self._service.kill()
+            code = self._service.wait()
+        self._folder.cleanup()
+        self.found["exit_code"] = code
+        self.found["processes_left"] = sum(not is_gone(pid) for pid in self.processes.seen)
+
+
+async def lose_ranks(options: argparse.Namespace, words: list[str]) -> list[dict[str, Any]]:
+    """Share the losses among the services, at once; what each of them found."""
+    turn, pair = asyncio.Lock(), [signal.SIGKILL, signal.SIGSTOP]
+    shares = [len(range(index, options.ranks, options.services)) for index in range(options.services)]
+    services = [RankLosses(options, words, turn)]
+    try:
+        await services[0].wait_ready()
+        services += [RankLosses(options, words, turn) for _ in shares[1:]]
+        await asyncio.gather(*(each.lose(pair * share) for each, share in zip(services, shares, strict=True)))
     finally:
-        await client.close()
-    return results
+        await asyncio.gather(*(each.close() for each in services))
+    return [each.found for each in services]
 
 
 def run_ranks(options: argparse.Namespace, flags: dict[str, str], words: list[str]) -> int:
     """The mode --ranks."""
     before = set(os.listdir("/dev/shm"))
-    with tempfile.TemporaryDirectory() as name:
-        address = f"ipc://{name}/engine.sock"
-        command = [sys.executable, "-m", "inferengine.cli", "up", "--engine.tensor_parallel", "2"]
-        command += ["--wire.socket", address, "--http.port", "0", "--ws.port", "0", "--engine.drain_timeout_s", "2"]
-        service = subprocess.Popen([*command, *words], env={**os.environ, "XDG_RUNTIME_DIR": name})
-        processes = Processes(service.pid)
-        try:
-            results = asyncio.run(lose_ranks(address, processes, options))
-        finally:
-            service.send_signal(signal.SIGINT)
-            code = service.wait(60)
-    left = [pid for pid in processes.seen if not is_gone(pid)]
+    found = asyncio.run(lose_ranks(options, words))
     files = sorted(set(os.listdir("/dev/shm")) - before)
-    document = {"ranks": 2, "streams": options.streams, "settings": flags, **results}
-    document |= {"exit_code": code, "processes_left": len(left), "files_left_in_dev_shm": files}
+    losses = [loss for each in found for loss in each["losses"]]
+    errors, wrong = [error for each in found for error in each["errors"]], sum(each["wrong"] for each in found)
+    left = sum(each["processes_left"] for each in found)
+    document: dict[str, Any] = {"ranks": 2, "services": options.services, "streams": options.streams, "settings": flags}
+    document |= {"losses": losses, "errors": errors, "wrong": wrong}
+    document |= {"exit_code": max(each["exit_code"] for each in found), "processes_left": left}
+    document |= {"files_left_in_dev_shm": files}
     for kind in ("SIGKILL", "SIGSTOP"):
-        ended = [loss["ended_s"] for loss in results["losses"] if loss["signal"] == kind]
+        ended = [loss["ended_s"] for loss in losses if loss["signal"] == kind]
         document[f"{kind}_ended_s"] = {"median": statistics.median(ended), "most": max(ended), "times": len(ended)}
     if options.json:
-        write_result(options.json, document)
+        write_result(options.json, {"environment": {"devices": devices()}, **document})
     print(json.dumps({name: value for name, value in document.items() if name != "losses"}))
-    return 1 if results["errors"] or results["wrong"] or left or files else 0
+    late = [loss for loss in losses if loss["ended_s"] > MOST_ENDED_S]
+    return 1 if errors or wrong or left or files or late else 0
+
+
+def devices() -> list[str]:
+    """Names of the CUDA devices."""
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def main() -> int:
@@ -285,6 +358,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument("--stalls", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=0, metavar="TIMES", help="lose rank 1 of two so often")
+    parser.add_argument("--services", type=int, default=1, metavar="N", help="of --ranks: side by side")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(rest)
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]

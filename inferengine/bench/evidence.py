@@ -71,13 +71,18 @@ def local_service(*flags: str, core: int | None = None, name: str = "up") -> Ite
                 stdout=file,
                 stderr=file,
                 stdin=subprocess.DEVNULL,
-                env={**variables(), "XDG_RUNTIME_DIR": folder, "PYTHONPATH": str(ROOT)},
+                env={**variables(), "XDG_RUNTIME_DIR": folder, "PYTHONPATH": _path()},
             )
         try:
             yield _address(child, log)
         finally:
             child.terminate()
             child.wait(60)
+
+
+def _path() -> str:
+    """PYTHONPATH of a process: this checkout, then where libraries may be."""
+    return os.pathsep.join([str(ROOT), *filter(None, [variables().get("PYTHONPATH")])])
 
 
 def _address(child: subprocess.Popen[bytes], log: Path) -> str:
@@ -486,7 +491,7 @@ def _run(run: Run, file: Path) -> str:
             child = subprocess.Popen(
                 [sys.executable, *command, *words],
                 cwd=ROOT,
-                env={**variables(), "PYTHONPATH": str(ROOT)},
+                env={**variables(), "PYTHONPATH": _path()},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
