@@ -89,7 +89,7 @@ class Drawing(NamedTuple):
 GREEDY, DRAWN, NUCLEUS = Drawing(), Drawing(1.0), Drawing(1.0, 0.95)
 
 
-class Sizes(NamedTuple):
+class EngineSizes(NamedTuple):
     """What both sides are given. 0: each side's own default. `kv_tokens`: room in the cache, of which `kv_bytes` are on
     each card; `batched_tokens` and `sequences`: the most of a step."""
 
@@ -112,7 +112,7 @@ class Side(Protocol):
 class Ours:
     """inferengine.LLM."""
 
-    def __init__(self, folder: str, sizes: Sizes) -> None:
+    def __init__(self, folder: str, sizes: EngineSizes) -> None:
         from inferengine import LLM, SamplingParams
 
         self._params: Callable[..., Any] = SamplingParams
@@ -138,7 +138,7 @@ class Ours:
 class Peer:
     """vllm.LLM."""
 
-    def __init__(self, folder: str, sizes: Sizes) -> None:
+    def __init__(self, folder: str, sizes: EngineSizes) -> None:
         vllm: Any = importlib.import_module("vllm")
         self._params: Callable[..., Any] = vllm.SamplingParams
         more: dict[str, Any] = {}
@@ -240,7 +240,7 @@ def run_side(arguments: argparse.Namespace) -> None:
         print(MARK + json.dumps({"workload": workload, "unit": unit, "value": round(value, 4)}), flush=True)
 
     longest = int(config.get("max_position_embeddings", 16_384))
-    sizes = Sizes(*json.loads(arguments.sizes))
+    sizes = EngineSizes(*json.loads(arguments.sizes))
     sizes = sizes._replace(context=min(longest, sizes.context or MOST_CONTEXT))
     begin = time.perf_counter()
     side: Side = (Ours if arguments.side == "ours" else Peer)(arguments.folder, sizes)
@@ -292,11 +292,11 @@ class Plan(NamedTuple):
     environment: Mapping[str, str]
     needs: Mapping[Path, Need] | None = None
     card_bytes: int = 0
-    sizes: Sizes = Sizes(0)
+    sizes: EngineSizes = EngineSizes(0)
     kv_bytes: Mapping[Path, int] = {}
     quick: bool = False
 
-    def sizes_of(self, folder: Path) -> Sizes:
+    def sizes_of(self, folder: Path) -> EngineSizes:
         """What the processes of a model are given."""
         return self.sizes._replace(kv_bytes=self.kv_bytes.get(folder, 0))
 

@@ -244,7 +244,7 @@ def compare(arguments: Arguments) -> int:
         environment=variables(),
         needs=needs if values["load_together"] else None,
         card_bytes=int(values["card_gib"] * 2**30),
-        sizes=compare_engines.Sizes(
+        sizes=compare_engines.EngineSizes(
             values["context"],
             kv_tokens=kv_tokens,
             ranks=ranks,
