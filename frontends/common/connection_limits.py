@@ -26,6 +26,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from frontends.common.shares import client_of
 from inferengine.errors import InferEngineError
 from inferengine.process.workers import WorkerCells
 
@@ -362,14 +363,5 @@ def _origin(address: Any) -> str:
     """Return what counts as one client: an IPv4 address, an IPv6 network of 64 bits, LOOPBACK or UNIX."""
     if not isinstance(address, tuple):
         return UNIX
-    try:
-        found = ipaddress.ip_address(str(address[0]).partition("%")[0])
-    except ValueError:
-        return LOOPBACK
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-        found = found.ipv4_mapped
-    if found.is_loopback:
-        return LOOPBACK
-    if found.version == 6:
-        return str(ipaddress.ip_network((found, 64), strict=False).network_address)
-    return str(found)
+    client = client_of(str(address[0]))
+    return LOOPBACK if not client or ipaddress.ip_address(client).is_loopback else client

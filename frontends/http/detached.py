@@ -230,20 +230,23 @@ class LogSubmitter:
         key: ApiKey,
         note: RequestMetadata | None,
         adapter: str,
+        *,
         session: str = "",
+        share: tuple[str, ...] = (),
     ) -> None:
-        """`session`: that of requests that name none."""
+        """`session`: that of requests that name none. `share`: see `frontends.common.shares`."""
         self._registry = registry
         self._state = state
         self._key = key
         self._note = note
         self._adapter = adapter
         self._session = session
+        self._share = share
         self._num_prompts = self._num_choices = 0
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, **arguments: Any) -> LoggedSubmission:
         """The next prompt of the request."""
-        arguments["session"] = arguments.get("session") or self._session
+        arguments |= {"session": arguments.get("session") or self._session, "share": self._share}
         request_id, n = self._state.request_id(self._num_prompts), params.n
         if self._note is None:
             log = self._registry.resume(request_id, n, detached=True, context_ids=())

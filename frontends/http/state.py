@@ -19,6 +19,7 @@ from frontends.common.generation import Submitter
 from frontends.common.json import OffLoop, read_flag
 from frontends.common.model import ModelContext, ServedModel
 from frontends.common.resumable import Registry, RequestMetadata
+from frontends.common.shares import share_of
 from frontends.http.detached import LogSubmitter, StreamState, new_stream
 from frontends.http.openai.batch_runner import BatchRunner
 from frontends.http.openai.batch_store import BatchStore, store_folder, store_limits
@@ -129,18 +130,19 @@ class HttpState:
             raise InferEngineError("forbidden", "This key may not use that model.", field="model")
         adapter = served.adapter_of(model) or ""
         session = request.headers.get(SESSION_HEADER, "")
+        common: dict[str, Any] = {"session": session, "share": share_of(scope.get("client"), document, session)}
         if not detachable:
-            return KeyedSubmitter(self.engines, key, adapter, session)
+            return KeyedSubmitter(self.engines, key, adapter, **common)
         state: StreamState | None = scope.get("stream")  # a stream that is read on
         if state is not None:
-            return LogSubmitter(self.registry, state, key, None, adapter, session)
+            return LogSubmitter(self.registry, state, key, None, adapter, **common)
         chosen_id = request.headers.get(STREAM_HEADER)
         if chosen_id is None and not read_flag(document, "detached"):
-            return KeyedSubmitter(self.engines, key, adapter, session)
+            return KeyedSubmitter(self.engines, key, adapter, **common)
         state = scope["stream"] = new_stream(chosen_id, request.headers.get("last-event-id"))
         body: bytes = scope.get("body", b"")
         metadata = RequestMetadata(key.tenant, scope["path"], scope["request_id"], int(time.time()), body)
-        return LogSubmitter(self.registry, state, key, metadata, adapter, session)
+        return LogSubmitter(self.registry, state, key, metadata, adapter, **common)
 
     @contextlib.contextmanager
     def call(self, generation: Submitted, receive: Receive) -> Iterator[RunningCall]:
@@ -211,16 +213,19 @@ class RunningCall:
 class KeyedSubmitter:
     """Straight to the engines, with what the key decides."""
 
-    def __init__(self, engines: Submitter, key: ApiKey, adapter: str, session: str = "") -> None:
-        """`session`: that of requests that name none."""
+    def __init__(
+        self, engines: Submitter, key: ApiKey, adapter: str, *, session: str = "", share: tuple[str, ...] = ()
+    ) -> None:
+        """`session`: that of requests that name none. `share`: see `frontends.common.shares`."""
         self._engines = engines
         self._key = key
         self._adapter = adapter
         self._session = session
+        self._share = share
 
     def submit(
         self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
     ) -> Submission:
         """Submit to the engines within what the key allows (tenant, cache salt, priority), with the LoRA adapter."""
-        arguments["session"] = arguments.get("session") or self._session
+        arguments |= {"session": arguments.get("session") or self._session, "share": self._share}
         return self._engines.submit(prompt_ids, params, **self._key.restrict(arguments, self._adapter))

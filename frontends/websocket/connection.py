@@ -21,6 +21,7 @@ import contextlib
 import ipaddress
 import logging
 import re
+import secrets
 import time
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -403,7 +404,9 @@ class SocketEndpoint:
             text = f"Speak one of the subprotocols {JSON_SUBPROTOCOL} and {MSGPACK_SUBPROTOCOL}, or name none for JSON."
             return PlainTextResponse(text, 400)
         address = None if client is None else client.host
-        return codec, Caller(key, self._quotas, SOCKET_PATH, address, headers.get("traceparent", ""))
+        return codec, Caller(
+            key, self._quotas, SOCKET_PATH, address, headers.get("traceparent", ""), name=secrets.token_hex(8)
+        )
 
 
 def presented_key(headers: Mapping[str, str], subprotocols: Sequence[str]) -> str | None:

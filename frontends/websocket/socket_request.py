@@ -23,6 +23,7 @@ from frontends.common.generation import ChoiceOutput, Piece, draft_token_counts,
 from frontends.common.json import OffLoop
 from frontends.common.model import ModelContext, ServedModel
 from frontends.common.resumable import ChoiceLog, Registry, RequestLog, unpack_metadata
+from frontends.common.shares import client_of, name_of
 from frontends.websocket.channel import SendChannel, SocketGone
 from frontends.websocket.frames import (
     GenerateFrame,
@@ -250,13 +251,20 @@ class Services:
 
 
 class Caller(NamedTuple):
-    """Who opened a socket, on which path, with which quotas. `traceparent`: of the span that opened it."""
+    """Who opened a socket, on which path, with which quotas. `traceparent`: of the span that opened it. `name`: of this
+    socket among those of its address, for fair shares."""
 
     key: ApiKey
     quotas: Quotas
     path: str
     address: str | None = None
     traceparent: str = ""
+    name: str = ""
+
+    def share(self, session: str) -> tuple[str, str]:
+        """Return whose share of the engine a request of this session uses, "" without one: see
+        `frontends.common.shares`."""
+        return client_of(self.address or ""), name_of(session) or self.name
 
 
 class _Prepared(NamedTuple):
@@ -398,6 +406,7 @@ class SocketRequest:
             tenant=key.tenant,
             salt=key.salt(frame.cache_salt.encode()),
             session=frame.session,
+            share=self._caller.share(frame.session),
             note=make_metadata(key, params.output),
             deadline_s=frame.deadline_s,
             label=frame.label,

@@ -479,6 +479,7 @@ class SubmitOptions(TypedDict, total=False):
     request_id: bytes  # 16 bytes, the key under which it runs once and can be attached to; random without
     priority: int
     tenant: str
+    share: Sequence[str]  # who asks, for fair shares within the tenant or without one: the largest first, at most three
     salt: bytes  # of the prefix cache: only requests with the same salt share prefixes
     session: str  # a pool sends requests of one session to one engine; with one engine it changes nothing
     deadline_s: float | None  # from now
@@ -524,6 +525,7 @@ def make_submit(
         reply=reply,
         priority=options.get("priority", 0),
         tenant=options.get("tenant", ""),
+        share=tuple(options.get("share", ())),
         salt=options.get("salt", b""),
         deadline_ms=_deadline_ms(options.get("deadline_s")),
         detached=options.get("detached", False),

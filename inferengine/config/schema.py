@@ -189,7 +189,8 @@ class SchedulerConfig:
 
     policy: str = _key(
         "fair",
-        "order of the waiting queue; fair: equal shares for the tenants of API keys, first come first served in each",
+        "order of the waiting queue; fair: equal shares for tenants, in each for addresses, in each of these for "
+        "users, and first come first served for one user",
         ("fair", "fcfs", "priority", "shortest", "deadline", "static"),
     )
     preemption: str = _key(

@@ -24,6 +24,16 @@ from inferengine.structured_output.spec import GrammarSpec
 PROMPT_LOGPROBS_COST = 2
 _MASK = 2**64 - 1
 
+SHARE_LEVELS = 3
+# Whose share of the engine a request uses, the largest first; "" where there is nothing to divide by.
+Share = tuple[str, str, str]
+
+
+def make_share(*names: str) -> Share:
+    """Return the share of these names, the largest first; of more than three the first three."""
+    first, second, third = (*names, "", "", "")[:SHARE_LEVELS]
+    return first, second, third
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
@@ -43,6 +53,7 @@ class Request:
     fork_of: int | None = None  # uid of the first choice of the same submission, whose prompt blocks this one shares
     priority: int = 0  # lower runs first
     tenant: str = ""
+    share: Share = ("", "", "")
     cache_salt: bytes = b""
     arrival_s: float = 0.0
     deadline_s: float | None = None

@@ -18,7 +18,7 @@ from inferengine.core.kv_cache import KVEvent
 from inferengine.core.scheduler.queues import AdmissionLimits
 from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.scheduler.scheduler_state import SchedulerSnapshot, SchedulerStats
-from inferengine.core.sequence import FinishDetail, Finished, Request
+from inferengine.core.sequence import FinishDetail, Finished, Request, Share
 from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
 from inferengine.engine.lifecycle import Lifecycle
@@ -172,7 +172,7 @@ class Loop(Protocol):
         """Have `observer` told of each step from now on. In the loop's thread."""
         ...
 
-    def queued(self, tenant: str | None = None) -> tuple[int, int]:
+    def queued(self, share: Share | None = None) -> tuple[int, int]:
         """Requests and prompt tokens that wait."""
         ...
 
@@ -242,9 +242,9 @@ class EngineLoop:
         """Leave `run` at the next turn. What has not ended stays so."""
         self._inbox.put(StopCommand())
 
-    def queued(self, tenant: str | None = None) -> tuple[int, int]:
+    def queued(self, share: Share | None = None) -> tuple[int, int]:
         """Requests and prompt tokens that wait, with those that the loop has not seen yet as far as no slot is free
-        for them. With a tenant: those that are admitted before its next request."""
+        for them. With a share: those that are admitted before its next request."""
         scheduler = self._core.scheduler
         unseen = self._sent - self._taken
         unseen_tokens = self._sent_tokens - self._taken_tokens
@@ -252,9 +252,9 @@ class EngineLoop:
         over = max(0, unseen - free)
         waiting = len(scheduler.waiting) + len(scheduler.forks)
         over_tokens = unseen_tokens * over // unseen if unseen > 0 else 0
-        tokens, tenants = scheduler.waiting.num_tokens, scheduler.waiting.tenants
-        if tenant is not None and tenants is not None:
-            waiting, tokens = tenants.ahead_of(tenant)
+        tokens, shares = scheduler.waiting.num_tokens, scheduler.waiting.shares
+        if share is not None and shares is not None:
+            waiting, tokens = shares.ahead_of(share)
         return waiting + over, tokens + over_tokens
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inferengine.core.scheduler.scheduler import StepOutput
-from inferengine.core.sequence import Finished, Request
+from inferengine.core.sequence import Finished, Request, make_share
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.report import RunRecorder, Sample, TokenIntervals, summarize
@@ -315,6 +315,7 @@ class Fleet:
             seed=arrival.seed,
             priority=arrival.priority,
             tenant=arrival.tenant,
+            share=make_share(arrival.tenant),
             cache_salt=arrival.salt,
             arrival_s=arrival.arrival_s,
             deadline_s=None if arrival.deadline_s is None else arrival.arrival_s + arrival.deadline_s,

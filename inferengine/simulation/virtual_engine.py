@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from inferengine.core.executor import Capacity, Progress, StepPlan, StepResult
 from inferengine.core.scheduler.queues import AdmissionLimits, admit, resolve_max_tokens
 from inferengine.core.scheduler.scheduler import SchedulerOptions, StepOutput
-from inferengine.core.sequence import Request
+from inferengine.core.sequence import Request, Share
 from inferengine.engine.core import EngineCore
 from inferengine.simulation.cost_model import HostTime, StepShape, shape_of
 
@@ -154,16 +154,16 @@ class VirtualEngine:
         self._tenants: dict[str, int] = {}
         self._prompt_rate = 0.0
 
-    def queued(self, tenant: str | None = None) -> tuple[int, int]:
+    def queued(self, share: Share | None = None) -> tuple[int, int]:
         """Return the requests and prompt tokens that wait, as `engine.loop.EngineLoop.queued` does.
 
         They are those in the queue, and of those that the core has not seen yet the share for which no slot is free.
-        With a tenant: those that are admitted before its next request.
+        With a share: those that are admitted before its next request.
         """
         waiting, unseen = self.scheduler.waiting, len(self._inbox)
         num_requests, num_tokens = len(waiting), waiting.num_tokens
-        if tenant is not None and waiting.tenants is not None:
-            num_requests, num_tokens = waiting.tenants.ahead_of(tenant)
+        if share is not None and waiting.shares is not None:
+            num_requests, num_tokens = waiting.shares.ahead_of(share)
         if not unseen:
             return num_requests, num_tokens
         free = max(0, self.options.scheduler.max_num_seqs - len(self.scheduler.running) - len(waiting))
@@ -192,7 +192,7 @@ class VirtualEngine:
             queued_tokens=queued_tokens,
             tokens_per_s=self._prompt_rate,
             limits=limits,
-            ahead=self.queued(request.tenant),
+            ahead=self.queued(request.share),
             tenant_requests=self._tenants.get(request.tenant, 0) if limits.max_tenant_requests else 0,
             time_left_s=None if request.deadline_s is None else request.deadline_s - now,
         )

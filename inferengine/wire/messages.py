@@ -28,7 +28,7 @@ from inferengine.fields import MAX_I64, FieldError, about
 from inferengine.fields import read as read_fields
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 4
+PROTOCOL_MINOR = 5
 MAGIC = b"IE"
 
 STARTING, READY, DRAINING, STOPPING = "STARTING", "READY", "DRAINING", "STOPPING"
@@ -142,6 +142,7 @@ class Submit(Body, frozen=True):
     # u64[], the keys of this prompt's beginnings and of its session, which the engine tells all front ends.
     beginnings: Annotated[bytes, Meta(max_length=8 * MAX_BEGINNINGS)] = b""
     session: Annotated[bytes, Meta(max_length=8)] = b""
+    share: Names = ()  # whose share of the engine this uses within the tenant's, or without one: the largest first
 
 
 class StopFound(NamedTuple):
@@ -437,6 +438,7 @@ SELDOM = (
     "prediction",
     "beginnings",
     "session",
+    "share",
 )
 
 

@@ -7,7 +7,7 @@ from array import array
 
 from inferengine.core.executor import Capacity, KVGroup
 from inferengine.core.scheduler.scheduler import Scheduler, SchedulerOptions
-from inferengine.core.sequence import Request, Sequence
+from inferengine.core.sequence import Request, Sequence, make_share
 from inferengine.core.speculation import Proposer
 from inferengine.engine.core import EngineCore
 from inferengine.sampling_params import SamplingParams
@@ -98,6 +98,7 @@ def make_request(
     arrival_s: float = 0.0,
     priority: int = 0,
     tenant: str = "",
+    within: tuple[str, ...] = (),
     fork_of: int | None = None,
     seed: int = 0,
     grammar: bool = False,
@@ -105,7 +106,8 @@ def make_request(
     prediction: tuple[int, ...] | list[int] = (),
     **params: object,
 ) -> Request:
-    """A request; `prompt` is token ids or a length. With `pooling` it asks for an embedding, and draws nothing."""
+    """A request; `prompt` is token ids or a length. With `pooling` it asks for an embedding, and draws nothing.
+    `within`: whose part of the tenant's share it uses."""
     ids = [(uid * 31 + i) % VOCAB_SIZE for i in range(prompt)] if isinstance(prompt, int) else prompt
     return Request(
         uid=uid,
@@ -119,6 +121,7 @@ def make_request(
         arrival_s=arrival_s,
         priority=priority,
         tenant=tenant,
+        share=make_share(tenant, *within),
         fork_of=fork_of,
         seed=seed,
         grammar=SPEC if grammar else None,

@@ -10,7 +10,7 @@ import pytest
 from inferengine.config import keys
 from inferengine.core.kv_cache import EVICTION
 from inferengine.core.scheduler.planner import MINIMUM_CHUNK, PREEMPTION_POLICIES, ChunkedPrefillController
-from inferengine.core.scheduler.queues import MAX_IDLE_TENANTS, POLICIES, FairShare
+from inferengine.core.scheduler.queues import MAX_IDLE_NAMES, POLICIES, FairShare
 from inferengine.core.sequence import Sequence
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 
@@ -83,12 +83,12 @@ def test_two_busy_tenants_get_service_within_one_request_of_each_other() -> None
 
 def test_fair_share_forgets_idle_tenants_whose_names_come_from_outside() -> None:
     queue = FairShare()
-    for uid in range(1, MAX_IDLE_TENANTS * 2):
+    for uid in range(1, MAX_IDLE_NAMES * 2):
         sequence = Sequence(make_request(uid, tenant=f"tenant {uid}"), num_groups=1)
         queue.push(sequence)
         assert queue.peek(0.0, 0) is sequence
         assert queue.pop() is sequence
-    assert len(queue._counters) <= MAX_IDLE_TENANTS + 2
+    assert len(queue._counters) <= MAX_IDLE_NAMES + 2
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

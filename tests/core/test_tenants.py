@@ -9,7 +9,7 @@ import pytest
 
 from inferengine.core.scheduler import queues
 from inferengine.core.scheduler.queues import FairShare
-from inferengine.core.sequence import Request, Sequence
+from inferengine.core.sequence import Request, Sequence, make_share
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 
 QUIET = 10_000
@@ -17,6 +17,10 @@ QUIET = 10_000
 
 def make_flood(count: int, *, prompt: int = 6, max_tokens: int = 40, tenant: str = "loud") -> list[Request]:
     return [make_request(uid, prompt, max_tokens, tenant=tenant) for uid in range(1, count + 1)]
+
+
+def make_user(uid: int, *, prompt: int = 6, max_tokens: int = 40, user: str, address: str = "address") -> Request:
+    return make_request(uid, prompt, max_tokens, tenant=address, within=(user,))
 
 
 def make_quiet(uid: int = QUIET, *, prompt: int = 6, max_tokens: int = 4) -> Request:
@@ -264,7 +268,7 @@ def test_a_claim_preempts_no_sequence_that_would_be_admitted_again_at_once() -> 
 
 def test_the_counter_of_a_tenant_may_be_dropped_during_fault_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Suspects wait for their trial outside the queue of their tenant, which looks idle."""
-    monkeypatch.setattr(queues, "MAX_IDLE_TENANTS", 2)
+    monkeypatch.setattr(queues, "MAX_IDLE_NAMES", 2)
     requests = [make_request(uid, 6, 12, tenant=f"tenant {uid}") for uid in range(1, 7)]
     others = [make_request(uid, 6, 4, tenant=f"tenant {uid}") for uid in range(20, 23)]
     run = Run(make_capacity(200, max_num_seqs=8), policy="fair").submit(*requests)
@@ -300,3 +304,107 @@ def test_a_claim_that_cannot_be_met_preempts_no_request() -> None:
         run.step()
     assert (len(run.scheduler.running), run.scheduler.stats.num_preemptions) == (num_running, 0)
     assert run.to_end().outputs[QUIET] == expected_output(make_quiet(prompt=128))
+
+
+# -- shares within a share ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("num_others", [0, 100])
+def test_a_user_with_nothing_running_gets_its_first_token_beside_a_flood_from_its_own_address(
+    max_in_flight: int, num_others: int
+) -> None:
+    """Whether another address has its half of the slots or not."""
+    run = Run(make_capacity(4000, max_num_seqs=16), max_in_flight=max_in_flight, policy="fair", budget=256)
+    run.submit(*(make_user(uid, user="loud") for uid in range(1, 301)))
+    run.submit(*(make_request(1000 + n, 6, 40, tenant="other") for n in range(num_others)))
+    for _ in range(9):
+        run.step()
+    assert steps_to_first_token(run, make_user(QUIET, user="quiet", max_tokens=4)) <= 4 * max_in_flight
+    run.to_end()
+    assert run.outputs[QUIET] == expected_output(make_user(QUIET, user="quiet", max_tokens=4))
+
+
+def test_a_client_that_invents_users_gets_no_more_than_its_share() -> None:
+    run = Run(make_capacity(4000, max_num_seqs=16), policy="fair", budget=256)
+    run.submit(*(make_user(uid, user=f"user {uid}", address="loud") for uid in range(1, 400)))
+    run.submit(*(make_user(1000 + n, user="one", address="honest") for n in range(200)))
+    for _ in range(300):
+        run.step()
+        running = run.scheduler.running
+        if min(sum(item.request.tenant == name for item in running) for name in ("loud", "honest")) == 8:
+            break
+    ends = []
+    while min(sum(s.request.tenant == name for s in run.scheduler.waiting) for name in ("loud", "honest")):
+        run.step()
+        running = [s.request.tenant for s in run.scheduler.running]
+        ends.append(running.count("loud") - running.count("honest"))
+    assert abs(sum(ends)) / len(ends) <= 2
+
+
+def test_a_slot_given_up_within_an_address_is_not_taken_by_another_address() -> None:
+    """The other address has been served less, so any other free slot is its own."""
+    run = Run(make_capacity(4000, max_num_seqs=8), policy="fair", budget=256)
+    run.submit(*(make_user(uid, user="loud", max_tokens=200) for uid in range(1, 9)))
+    for _ in range(20):
+        run.step()
+    run.submit(*(make_request(100 + n, 6, 200, tenant="other") for n in range(20)))
+    for _ in range(6):
+        run.step()
+    before = sum(s.request.tenant == "other" for s in run.scheduler.running)
+    assert steps_to_first_token(run, make_user(QUIET, user="quiet", max_tokens=60)) <= 4
+    assert sum(s.request.tenant == "other" for s in run.scheduler.running) == before
+
+
+def test_prompts_share_the_budget_by_address_first_and_by_user_then() -> None:
+    run = Run(make_capacity(4000), policy="fair", budget=64)
+    requests = [make_user(1, prompt=900, user="x"), make_user(2, prompt=900, user="y")]
+    run.submit(*requests, make_user(3, prompt=900, user="", address="other"))
+    computed = []
+    for _ in range(18):
+        run.step()
+        computed.append([run.scheduler.sequences[uid].num_computed for uid in (1, 2, 3)])
+    x, y, other = (last - first for first, last in zip(computed[7], computed[17], strict=True))
+    assert (x, y, other) == (160, 160, 320)
+
+
+def test_a_full_queue_still_takes_what_a_quiet_user_of_a_loud_address_asks() -> None:
+    queue = FairShare()
+    for uid in range(1, 101):
+        queue.push(Sequence(make_user(uid, user="loud"), num_groups=1))
+    assert queue.ahead_of(make_share("address", "loud")) == (100, 600)
+    assert queue.ahead_of(make_share("address", "quiet")) == (0, 0)
+    assert queue.ahead_of(make_share("other")) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_shares_at_random_get_every_token_and_leave_nothing_behind(seed: int) -> None:
+    """Two addresses with three users each, that flood, cancel and come back: outputs are right, and books balance."""
+    draw = random.Random(seed)
+    run = Run(make_capacity(200, max_num_seqs=8), budget=48, max_in_flight=draw.choice([1, 2]), policy="fair")
+    requests: dict[int, Request] = {}
+    cancelled = set()
+    for _ in range(400):
+        uid = len(requests) + 1
+        if draw.random() < 0.5 and len(run.scheduler.waiting) < 60:
+            requests[uid] = make_user(
+                uid,
+                prompt=draw.randrange(1, 30),
+                max_tokens=draw.randrange(1, 40),
+                user=draw.choice("xxxyz"),
+                address=draw.choice("aab"),
+            )
+            run.submit(requests[uid])
+        if requests and draw.random() < 0.1:
+            cancelled.add(draw.randrange(1, len(requests) + 1))
+            run.cancel(max(cancelled))
+        run.step()
+        queue = run.scheduler.waiting
+        assert (len(queue), queue.num_tokens) == (len(list(queue)), sum(s.num_prompt for s in queue))
+    run.to_end()
+    whole = requests.keys() - cancelled
+    assert {uid: run.outputs[uid] for uid in whole} == {uid: expected_output(requests[uid]) for uid in whole}
+    fair = run.scheduler.waiting.inner
+    assert isinstance(fair, FairShare)
+    assert not fair._parts
+    assert not fair._num_running

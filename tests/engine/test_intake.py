@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+import zmq
 
 from inferengine.core.sequence import choice_seed
 from inferengine.engine.io.intake import TEXT_TIMEOUT_S, PendingSubmission, PendingSubmissions
@@ -194,6 +195,41 @@ def test_a_tenant_has_its_own_limit(connect: Connect) -> None:
         collected = client.collect({1, 2, 3})
         assert [row.code for rows in collected.rejects.values() for row in rows] == ["rate_limited"]
         assert set(collected.rejects) == {2}
+
+
+@pytest.mark.parametrize(
+    ("loud", "quiet"), [({}, {}), ({"share": ["a"]}, {"share": ["b"]}), ({"share": ["a", "x"]}, {"share": ["a", "y"]})]
+)
+def test_producers_share_the_engine_and_those_without_a_name_by_connection(
+    connect: Connect, loud: dict[str, Any], quiet: dict[str, Any]
+) -> None:
+    with run_held(small_capacity(max_num_seqs=1)) as (engine, device):
+        flood, one = connect(engine), connect(engine)
+        for stream in range(1, 21):
+            flood.submit(stream, max_tokens=4, **loud)
+        flood.settle()
+        one.submit(1, max_tokens=4, **quiet)
+        one.settle()
+        device.let(16)  # the flood takes 80
+        assert [row.reason for row in one.collect({1}).done[1]] == ["length"]
+        device.let()
+        flood.collect(set(range(1, 21)))
+        check_idle(engine)
+
+
+def test_a_share_is_divided_from_the_tenant_to_the_client_s_names(connect: Connect) -> None:
+    with run_held() as (engine, device):
+        client = connect(engine)
+        client.submit(1, tenant="team", share=["10.0.0.1", "user", "more"])
+        client.submit(2, share=["10.0.0.1", "user"])
+        client.submit(3, tenant="team")
+        client.submit(4)
+        client.settle()
+        shares = [submission.share for submission in engine.io.publisher.submissions.values()]
+        device.let()
+        client.collect({1, 2, 3, 4})
+    own = client.socket.getsockopt(zmq.ROUTING_ID).hex()
+    assert shares == [("team", "10.0.0.1", "user"), ("10.0.0.1", "user", ""), ("team", "", ""), (own, "", "")]
 
 
 def test_errors_are_told_during_a_step_that_does_not_end(connect: Connect) -> None:

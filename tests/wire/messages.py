@@ -40,7 +40,8 @@ EXAMPLES: dict[str, Message] = {
     "hello_1_1": Hello((1, 1), role="http"),
     "hello_1_2": Hello((1, 2), role="http"),
     "hello_1_3": Hello((1, 3), role="http"),
-    "hello_1_4": Hello(role="http"),
+    "hello_1_4": Hello((1, 4), role="http"),
+    "hello_1_5": Hello(role="http"),
     "hello_resume": Hello((1, 0), role="http", name="front-1", epoch=EPOCH, last_seq=41),
     "submit_tokens": Submit(
         ID, 7, PROMPT.tobytes(), params={"max_tokens": 16, "temperature": 0.5, "seed": 11}, label="job 1"
@@ -70,6 +71,7 @@ EXAMPLES: dict[str, Message] = {
     ),
     "submit_prediction": Submit(ID, 9, PROMPT.tobytes(), prediction=PROMPT[1:].tobytes()),
     "submit_placement": Submit(ID, 9, PROMPT.tobytes(), beginnings=EPOCH + ID[:8], session=ID[8:]),
+    "submit_share": Submit(ID, 9, PROMPT.tobytes(), share=("10.1.2.3", "user")),
     "cancel": Cancel((7, 8), (ID,)),
     "cancel_leave": Cancel((7, 8), leave=True),
     "cancel_stopped": Cancel((7,), stopped=(StopFound(7, 12, "###"),)),

@@ -5,7 +5,7 @@ A step has a token budget. Running sequences come first: those with one token pe
 What is left of the budget admits waiting sequences.
 
 Prompts are limited twice: a target for the time of a step bounds them all, so that running streams keep their rhythm
-(ChunkedPrefillController), and tenants share what is left (`tenant_budgets`).
+(ChunkedPrefillController), and shares divide what is left (`divide_budget`).
 
 When the KV blocks or the slots run out, running sequences make room (Preemptor). How:
 
@@ -14,8 +14,8 @@ When the KV blocks or the slots run out, running sequences make room (Preemptor)
   and the host has room; else as above.
 - reject: it ends with `overloaded`: an early error instead of a late answer.
 
-Which one: without tenants the sequence admitted last. With tenants it is the last one of the tenant with the most
-running, and a tenant with much less than its share of the slots takes one from the tenant with the most.
+Which one: where the engine is not shared, the sequence admitted last. Where it is, the last one of the share with the
+most running, and a share with much less than its slots takes one from the share with the most.
 
 StepBuilder: collects the rows of a step while it is being planned. ScheduledStep: the plan with its sequences.
 """
@@ -27,9 +27,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from inferengine.core.executor import Capacity, PooledRow, SlotInit, StepPlan, TokenWrites
-from inferengine.core.kv_cache import KVCacheManager, OfferedBlock, PrefixHit, SwapSpace
+from inferengine.core.kv_cache import KVCacheManager, OfferedBlock, SwapSpace
+from inferengine.core.scheduler.queues import Claim
 from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerState
-from inferengine.core.sequence import PROMPT_LOGPROBS_COST, Finished, Sequence, SequenceStatus
+from inferengine.core.sequence import PROMPT_LOGPROBS_COST, SHARE_LEVELS, Finished, Sequence, SequenceStatus, Share
 from inferengine.core.speculation import Speculator
 
 # -- preemption --------------------------------------------------------------------------------------------------------
@@ -84,8 +85,8 @@ class Preemptor:
         while not state.kv.allocate(sequence, num_tokens):
             state.stats.num_failed_allocations += 1
             victim = state.running[-1]
-            if state.tenants is not None and state.tenants.share() < 1.0:
-                victim = state.tenants.victim(state.running)
+            if state.shares is not None and state.shares.is_shared:
+                victim = state.shares.victim(state.running)
                 if victim in rows:
                     return victim
             self.preempt(victim, now)
@@ -114,38 +115,44 @@ class Preemptor:
             self._wait_again(victim, mode)
 
     def claim_share(self, now: float) -> Sequence | None:
-        """Free a slot, and blocks up to its share, for a tenant with nothing running or much less than its share.
+        """Free a slot, and blocks up to its share, for whoever has nothing running or much less than its share.
 
-        The tenant with the most running gives them up. Returns the sequence that can be admitted in this step.
+        Whoever has the most running gives them up. Returns the sequence that can be admitted in this step.
         """
-        state, kv = self._state, self._state.kv
-        tenants = state.tenants
-        claimant = None if tenants is None else tenants.claimant(now, state.num_slots)
-        if tenants is None or claimant is None or claimant.num_inflight or state.waiting.is_isolating:
+        state = self._state
+        if state.shares is None or state.waiting.is_isolating:
             return None
+        for claim in state.shares.claims(now, state.num_slots):
+            if not claim.sequence.num_inflight and self._meet(claim):
+                return claim.sequence
+            if self.preempted:
+                return None
+        return None
+
+    def _meet(self, claim: Claim) -> bool:
+        state, kv, claimant = self._state, self._state.kv, claim.sequence
         num_tokens = self._capacity.max_model_len if self._contiguous else len(claimant.tokens)
-        share = tenants.share()
-        may_take_blocks = all(kv.blocks_needed(g, num_tokens) <= g.num_blocks * share for g in kv.groups)
+        may_take_blocks = all(kv.blocks_needed(g, num_tokens) <= g.num_blocks * claim.share for g in kv.groups)
         is_known_to_fit = False
         while not state.free_slots or not state.has_room(kv.lookup(claimant), num_tokens):
-            if not is_known_to_fit and not self._could_fit(kv.lookup(claimant), num_tokens):
-                return None
+            victim = claim.victim(state.running)
+            if victim is None or (state.free_slots and not may_take_blocks):
+                return False
+            if not is_known_to_fit and not self._could_fit(claim, num_tokens):
+                return False
             is_known_to_fit = True
-            victim = tenants.victim(state.running)
-            is_preemptible = tenants.is_preemptible(victim, claimant, state.num_slots)
-            if not is_preemptible or (state.free_slots and not may_take_blocks):
-                return None
             self._wait_again(victim, choose_preemption_mode(self._policy, victim, kv.swap, self._capacity))
-        return claimant
+            claim.admit_first()
+        return True
 
     def _wait_again(self, victim: Sequence, mode: PreemptionMode) -> None:
         self._state.wait_again(victim, swap=mode is PreemptionMode.SWAP)
         self.preempted.append(victim)
 
-    def _could_fit(self, hit: PrefixHit, num_tokens: int) -> bool:
-        """Whether a claim can be met at all: of each tenant at least the sequence admitted first stays."""
-        kv = self._state.kv
-        staying = {sequence.request.tenant: sequence for sequence in reversed(self._state.running)}.values()
+    def _could_fit(self, claim: Claim, num_tokens: int) -> bool:
+        """Whether a claim can be met at all."""
+        kv, hit = self._state.kv, self._state.kv.lookup(claim.sequence)
+        staying = list(claim.staying(self._state.running))
         for index, (group, pool, blocks) in enumerate(zip(kv.groups, kv.pools, hit.block_ids, strict=True)):
             held = {block for block in blocks if block is not None}
             kept = held.union(*(sequence.block_tables[index] for sequence in staying)) - {-1}
@@ -156,11 +163,11 @@ class Preemptor:
 
     def _victim_beside(self, rows: list[Sequence]) -> Sequence:
         """The sequence to preempt for a row beside the planned ones; one without a row if there is any."""
-        running, tenants = self._state.running, self._state.tenants
-        if tenants is None or tenants.share() == 1.0:
+        running, shares = self._state.running, self._state.shares
+        if shares is None or not shares.is_shared:
             return running[-1]
         planned = set(rows)
-        return tenants.victim([sequence for sequence in running if sequence not in planned] or running)
+        return shares.victim([sequence for sequence in running if sequence not in planned] or running)
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------
@@ -355,7 +362,7 @@ class Planner:
         """Plan the next step."""
         builder, preemptor = StepBuilder(self._options.max_num_batched_tokens), self._preemptor
         preemptor.begin_step()
-        claimant = preemptor.claim_share(now) if self._state.tenants is not None else None
+        claimant = preemptor.claim_share(now)
         num_claimed = len(preemptor.preempted)
         proposals = self._speculator.propose(self._step + 1) if self._speculator.proposer is not None else {}
         prefilling = self._plan_decodes(builder, proposals, now)
@@ -457,10 +464,10 @@ class Planner:
         return prefilling
 
     def _plan_chunks(self, builder: StepBuilder, prefilling: list[Sequence], now: float) -> None:
-        """Continue prompts that are partly computed, in order of admission; tenants share the budget."""
+        """Continue prompts that are partly computed, in order of admission; shares divide the budget."""
         budgets = None
-        if self._state.tenants is not None and self._options.chunked_prefill:
-            budgets = tenant_budgets(prefilling, builder.budget)
+        if self._state.shares is not None and self._options.chunked_prefill:
+            budgets = divide_budget(prefilling, builder.budget)
         for sequence in prefilling:
             if builder.budget <= 0:
                 return
@@ -469,8 +476,8 @@ class Planner:
             count = self._chunk(sequence, sequence.num_pending, builder)
             if budgets is not None:
                 cost = sequence.token_cost
-                count = min(count, budgets[sequence.request.tenant] // cost)
-                budgets[sequence.request.tenant] -= count * cost
+                count = min(count, budgets[sequence.request.share] // cost)
+                budgets[sequence.request.share] -= count * cost
             if count and self._preemptor.allocate_beside(builder.rows, sequence, sequence.num_computed + count, now):
                 builder.add_chunk(sequence, count)
 
@@ -633,19 +640,29 @@ def _mix(old: float, new: float) -> float:
     return new if old == 0.0 else old + STEP_TIME_SMOOTHING * (new - old)
 
 
-def tenant_budgets(prefilling: SequenceOf[Sequence], budget: int) -> dict[str, int] | None:
-    """Split a budget of prompt tokens between tenants: equal parts, of which unneeded rests go to the others.
+def divide_budget(prefilling: SequenceOf[Sequence], budget: int) -> dict[Share, int] | None:
+    """Divide a budget of prompt tokens between shares, level by level: equal parts, of which unneeded rests go to the
+    others.
 
-    None where only one tenant has prompts to compute: all of the budget is its own.
+    None where only one share has prompts to compute: all of the budget is its own.
     """
-    pending: dict[str, int] = {}
+    pending: dict[Share, int] = {}
     for sequence in prefilling:
-        tenant = sequence.request.tenant
-        pending[tenant] = pending.get(tenant, 0) + sequence.num_pending * sequence.token_cost
-    if len(pending) < 2:
-        return None
-    budgets: dict[str, int] = {}
-    for tenant in sorted(pending, key=pending.__getitem__):
-        budgets[tenant] = min(pending[tenant], budget // (len(pending) - len(budgets)))
-        budget -= budgets[tenant]
+        share = sequence.request.share
+        pending[share] = pending.get(share, 0) + sequence.num_pending * sequence.token_cost
+    return None if len(pending) < 2 else _divide(pending, budget, 0)
+
+
+def _divide(pending: dict[Share, int], budget: int, level: int) -> dict[Share, int]:
+    if level == SHARE_LEVELS:
+        return dict.fromkeys(pending, budget)  # it has one key
+    parts: dict[str, dict[Share, int]] = {}
+    for share, num_tokens in pending.items():
+        parts.setdefault(share[level], {})[share] = num_tokens
+    budgets: dict[Share, int] = {}
+    num_left = len(parts)
+    for part in sorted(parts.values(), key=lambda part: sum(part.values())):
+        given = min(sum(part.values()), budget // num_left)
+        budgets |= _divide(part, given, level + 1)
+        budget, num_left = budget - given, num_left - 1
     return budgets

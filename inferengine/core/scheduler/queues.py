@@ -11,13 +11,16 @@ A policy is a class and a line in POLICIES:
   without re-sorting: if a sequence's urgency grows by one unit per `ageing_s` of waiting, all waiting sequences gain at
   the same rate, and their order is that of (unaged key + arrival / ageing_s), which does not change with time. So no
   request starves: one that waits long enough is older than anything that can still arrive.
-- FairShare: fair share between tenants (Virtual Token Counter: Sheng et al., Fairness in Serving Large Language Models,
-  2024). Each tenant has a counter of its service: its prompt tokens when a request is admitted first, its output tokens
-  as they are generated, an output token weighing more than a prompt token because it costs more. A waiting tenant of
-  which nothing runs is admitted before those of which something does; among equals the smallest counter is next. A
-  tenant that comes back after a pause starts no lower than the least served active one: idling earns nothing. Two
-  tenants that always have work get service within a constant of each other. With one tenant this is first come, first
-  served, in the same order and at the same cost.
+- FairShare: equal shares (Virtual Token Counter: Sheng et al., Fairness in Serving Large Language Models, 2024).
+  Whose share a request uses is a path of names (`Request.share`): the tenant of its key, or the client's address; the
+  address within a tenant, or the user within an address; and so on. The engine is divided between the first names, each
+  one's part between the second names below it, and so on: who invents names divides its own part. Each name has a
+  counter of its service: its prompt tokens when a request is admitted first, its output tokens as they are generated,
+  an output token weighing more than a prompt token because it costs more. A waiting name of which nothing runs is
+  admitted before those of which something does; among equals the smallest counter is next. A name that comes back after
+  a pause starts no lower than the least served active one: idling earns nothing. Two names that always have work get
+  service within a constant of each other. With one name this is first come, first served, in the same order and at the
+  same cost.
 
 FaultIsolationQueue finds the request that makes steps fail, where the executor does not know which one it is. It wraps
 the policy's queue, because suspects wait: for their trial, or for the end of the others'. A failed step has lost its
@@ -34,10 +37,10 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from inferengine.core.sequence import Sequence, SequenceStatus
+from inferengine.core.sequence import SHARE_LEVELS, Sequence, SequenceStatus, Share
 from inferengine.errors import InferEngineError, InvalidRequest
 
 # -- admission ---------------------------------------------------------------------------------------------------------
@@ -168,8 +171,8 @@ class WaitingQueue(Protocol):
         ...
 
     @property
-    def tenants(self) -> TenantShares | None:
-        """The shares of tenants; None where the policy does not know tenants."""
+    def shares(self) -> Shares | None:
+        """How the engine is shared; None where the policy does not share it."""
         ...
 
     def push(self, sequence: Sequence) -> None:
@@ -197,8 +200,8 @@ class WaitingQueue(Protocol):
     def __iter__(self) -> Iterator[Sequence]: ...
 
 
-class TenantShares(Protocol):
-    """What a queue that knows tenants does beyond the order of waiting."""
+class Shares(Protocol):
+    """What a queue that shares the engine does beyond the order of waiting."""
 
     def started(self, sequence: Sequence) -> None:
         """Count the sequence that `pop` returned as running."""
@@ -208,17 +211,14 @@ class TenantShares(Protocol):
         """Count a sequence as not running; if it waits again, it has been pushed back before."""
         ...
 
-    def claimant(self, now: float, num_slots: int) -> Sequence | None:
-        """Return the sequence that `peek` returns if its tenant has nothing running, or much less than its share of the
-        slots, while others run; else None."""
+    def claims(self, now: float, num_slots: float) -> Iterator[Claim]:
+        """Yield waiting sequences whose share has nothing running, or much less than its slots, while others run. Ask
+        for the next one only while nothing has changed."""
         ...
 
-    def is_preemptible(self, sequence: Sequence, claimant: Sequence, num_slots: int) -> bool:
-        """Whether the tenant of this running sequence keeps its share without it."""
-        ...
-
-    def share(self) -> float:
-        """Return a tenant's share of the engine: one over the number of active tenants."""
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one share is active."""
         ...
 
     def victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
@@ -226,15 +226,15 @@ class TenantShares(Protocol):
         ...
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Charge a sequence's tenant for generated tokens."""
+        """Charge a sequence's share for generated tokens."""
         ...
 
     def charge_each(self, sequences: SequenceOf[Sequence], layout: int) -> None:
         """Charge one token for each sequence. Equal `layout` means the very same sequences."""
         ...
 
-    def ahead_of(self, tenant: str) -> tuple[int, int]:
-        """Return about how many requests and prompt tokens are admitted before a new request of this tenant. In any
+    def ahead_of(self, share: Share) -> tuple[int, int]:
+        """Return about how many requests and prompt tokens are admitted before a new request of this share. In any
         thread."""
         ...
 
@@ -256,7 +256,7 @@ def is_mostly_removed(num_removed: int, length: int) -> bool:
 class FirstComeFirstServed:
     """Order of arrival. A removed sequence stays in the queue until it is its head, or most entries are removed."""
 
-    tenants = None
+    shares = None
 
     def __init__(self) -> None:
         self._queue: deque[Sequence] = deque()
@@ -343,7 +343,7 @@ def deadline_key(sequence: Sequence) -> float:
 class OrderedQueue:
     """A heap by `key`, ties by arrival. Preempted sequences come before all others, in the order of their keys."""
 
-    tenants = None
+    shares = None
 
     def __init__(self, key: Callable[[Sequence], float]) -> None:
         self._key = key
@@ -394,30 +394,39 @@ class OrderedQueue:
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
-CLAIMED_SHARE = 0.25  # part of its share of slots that a tenant takes from others; with all of it two would alternate
-MAX_IDLE_TENANTS = 10_000  # counters kept of tenants with nothing waiting
+CLAIMED_SHARE = 0.25  # part of its share of slots that a name takes from others; with all of it two would alternate
+MAX_IDLE_NAMES = 10_000  # counters kept of names with nothing waiting
+MAX_IDLE_PARTS = 100  # the same for each name whose share is divided
 FEW_STALE = 32  # outdated heap entries that are kept in any case
 
 
 class FairShare:
-    """One queue in order of arrival per tenant; what was preempted goes to the head of its own."""
+    """One level of the fair policy: shares what it has between names, and has one queue per name.
 
-    def __init__(self) -> None:
-        self._queues: dict[str, FirstComeFirstServed] = {}  # none of them is empty
+    The queue of a name is the next level, and in order of arrival at the last one, where what was preempted goes to the
+    head. Level `n` goes by the name `n` of `Request.share`.
+    """
+
+    def __init__(self, level: int = 0) -> None:
+        self._level = level
+        self._is_last = level + 1 == SHARE_LEVELS
+        self._queues: dict[str, FirstComeFirstServed | FairShare] = {}  # none of them is empty
+        self._parts: dict[str, FairShare] = {}  # next level, of names with something waiting or running
         self._counters: dict[str, float] = {}
-        self._num_running: Counter[str] = Counter()  # tenants with something running
-        self._idle: list[tuple[float, str]] = []  # heap of waiting tenants of which nothing runs, and of the others:
+        self._num_running: Counter[str] = Counter()  # names with something running
+        self._idle: list[tuple[float, str]] = []  # heap of waiting names of which nothing runs, and of the others:
         self._busy: list[tuple[float, str]] = []  # an entry counts if it is in the right one and equals the counter
-        self._floor = 0.0  # where a tenant starts when no other is active
-        self._head: FirstComeFirstServed | None = None
-        self._counts: Counter[str] = Counter()  # tokens by tenant of the steps of this layout:
+        self._floor = 0.0  # where a name starts when no other is active
+        self._head: FirstComeFirstServed | FairShare | None = None
+        self._first: str | None = None  # the next slot is for this name: it has given one up for a claim within it
+        self._counts: dict[Share, int] = {}  # tokens by share of the steps of this layout:
         self._layout = -1
         self._length = 0
         self.num_tokens = 0
 
     @property
-    def tenants(self) -> FairShare:
-        """This queue shares the engine between tenants."""
+    def shares(self) -> FairShare:
+        """This queue shares the engine."""
         return self
 
     # -- waiting -----------------------------------------------------------------------------------------------------
@@ -425,27 +434,32 @@ class FairShare:
     def push(self, sequence: Sequence) -> None:
         """Add a new sequence."""
         self._count(sequence, 1)
-        self._queue_of(sequence.request.tenant).push(sequence)
+        self._queue_of(self._name(sequence)).push(sequence)
 
     def push_back(self, sequence: Sequence) -> None:
         """Add a preempted sequence, before all that were never admitted."""
         self._count(sequence, 1)
-        self._queue_of(sequence.request.tenant).push_back(sequence)
+        self._queue_of(self._name(sequence)).push_back(sequence)
 
     def peek(self, now: float, num_running: int) -> Sequence | None:
         """Return the sequence to admit next, or None."""
         if len(self._queues) == 1:
             (self._head,) = self._queues.values()
             return self._head.peek(now, num_running)
+        if self._first is not None:
+            if self._first in self._queues:
+                self._head = self._queues[self._first]
+                return self._head.peek(now, num_running)
+            self._first = None
         for heap, has_running in ((self._idle, False), (self._busy, True)):
             while heap:
-                counter, tenant = heap[0]
-                if tenant not in self._queues or (tenant in self._num_running) != has_running:
+                counter, name = heap[0]
+                if name not in self._queues or (name in self._num_running) != has_running:
                     heapq.heappop(heap)
-                elif counter != self._counters[tenant]:
-                    heapq.heapreplace(heap, (self._counters[tenant], tenant))
+                elif counter != self._counters[name]:
+                    heapq.heapreplace(heap, (self._counters[name], name))
                 else:
-                    self._head = self._queues[tenant]
+                    self._head = self._queues[name]
                     return self._head.peek(now, num_running)
         return None
 
@@ -453,164 +467,263 @@ class FairShare:
         """Take out the sequence that `peek` returned."""
         if self._head is None:
             raise RuntimeError("pop without peek")
-        sequence, self._head = self._head.pop(), None
+        sequence, self._head, self._first = self._head.pop(), None, None
         self._count(sequence, -1)
-        tenant = sequence.request.tenant
-        if not len(self._queues[tenant]):
-            del self._queues[tenant]
+        name = self._name(sequence)
+        if not len(self._queues[name]):
+            del self._queues[name]
         if not sequence.num_preemptions:
             num_prompt = sequence.num_prompt if sequence.leader is None else 1  # who shares a prompt computes one token
-            self._counters[tenant] += PROMPT_WEIGHT * num_prompt * sequence.token_cost
+            self._counters[name] += PROMPT_WEIGHT * num_prompt * sequence.token_cost
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a finished sequence."""
         self._count(sequence, -1)
-        tenant = sequence.request.tenant
-        queue = self._queues[tenant]
+        name = self._name(sequence)
+        queue = self._queues[name]
         queue.remove(sequence)
         if not len(queue):  # only removed entries are left
-            del self._queues[tenant]
+            del self._queues[name]
             self._sweep()
-            self._left(tenant)
+            self._left(name)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
     def started(self, sequence: Sequence) -> None:
         """Count a sequence as running."""
-        tenant = sequence.request.tenant
-        if tenant not in self._counters:  # dropped while the sequence waited for fault isolation, not here
-            self._lift(tenant)
-        self._num_running[tenant] += 1
-        if self._num_running[tenant] == 1 and tenant in self._queues:
-            self._enter(tenant)
+        name = self._name(sequence)
+        if name not in self._counters:  # dropped while the sequence waited for fault isolation, not here
+            self._lift(name)
+        self._num_running[name] += 1
+        if self._num_running[name] == 1 and name in self._queues:
+            self._enter(name)
+        if not self._is_last:
+            self._part_of(name).started(sequence)
 
     def stopped(self, sequence: Sequence) -> None:
         """Count a sequence as not running."""
-        tenant = sequence.request.tenant
-        self._num_running[tenant] -= 1
-        if not self._num_running[tenant]:
-            del self._num_running[tenant]
-            if tenant in self._queues:
-                self._enter(tenant)
+        name = self._name(sequence)
+        if not self._is_last:
+            self._parts[name].stopped(sequence)
+        self._num_running[name] -= 1
+        if not self._num_running[name]:
+            del self._num_running[name]
+            if name in self._queues:
+                self._enter(name)
             else:
-                self._left(tenant)
+                self._left(name)
 
-    def claimant(self, now: float, num_slots: int) -> Sequence | None:
-        """Return the next sequence if its tenant has much less than its share; None if it has to wait."""
-        if not self._queues or not self._num_running or self.share() == 1.0:
-            return None
-        sequence = self.peek(now, len(self._num_running))
-        if sequence is None:
-            return None
-        num_running = self._num_running[sequence.request.tenant]
-        return sequence if num_running == 0 or num_running < CLAIMED_SHARE * self.share() * num_slots else None
+    def claims(self, now: float, num_slots: float) -> Iterator[Claim]:
+        """Yield the next sequence if its name has nothing running or much less than its share, and then those that
+        have so little within the share of their name, which gives up the slot itself."""
+        if not self._queues or not self._num_running:
+            return
+        share = self.share()
+        if share < 1.0:
+            sequence = self.peek(now, len(self._num_running))
+            if sequence is not None:
+                num_running = self._num_running[self._name(sequence)]
+                if num_running == 0 or num_running < CLAIMED_SHARE * share * num_slots:
+                    yield Claim(sequence, share, num_slots, (self,))
+        if self._is_last:
+            return
+        for name in list(self._num_running):
+            if name in self._queues:
+                for claim in self._parts[name].claims(now, num_slots * share):
+                    yield replace(claim, share=claim.share * share, nodes=(self, *claim.nodes))
 
     def share(self) -> float:
-        """Return one over the number of active tenants."""
-        return 1 / max(1, len(self._num_running.keys() | self._queues.keys()))
+        """Return one over the number of active names."""
+        return 1 / max(1, len(self._active()))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one is active."""
+        active = self._active()
+        return len(active) > 1 or (not self._is_last and any(self._parts[name].is_shared for name in active))
 
     def victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
-        """Return the sequence admitted last of the tenant with the most running: a tenant that floods the engine must
-        not preempt the others."""
+        """Return the sequence admitted last of the name with the most running, at every level: who floods the engine
+        must not preempt the others."""
         if len(self._num_running) > 1:
-            count = Counter(sequence.request.tenant for sequence in candidates)
-            heaviest = max(count, key=lambda tenant: (self._num_running[tenant], self._counters[tenant]))
-            return next(item for item in reversed(candidates) if item.request.tenant == heaviest)
-        return candidates[-1]
+            count = Counter(map(self._name, candidates))
+            heaviest = max(count, key=lambda name: (self._num_running[name], self._counters[name]))
+            candidates = [sequence for sequence in candidates if self._name(sequence) == heaviest]
+        last = candidates[-1]
+        return last if self._is_last else self._parts[self._name(last)].victim(candidates)
 
-    def is_preemptible(self, sequence: Sequence, claimant: Sequence, num_slots: int) -> bool:
-        """Whether the tenant of this running sequence keeps its share without it."""
-        tenant, claiming = sequence.request.tenant, claimant.request.tenant
-        num_running = self._num_running[tenant]
+    @property
+    def may_give_way(self) -> bool:
+        """Whether any name has more than one running."""
+        return max(self._num_running.values(), default=0) > 1
+
+    def gives_way(self, sequence: Sequence, claimant: Sequence, num_slots: float) -> bool:
+        """Whether the name of this running sequence keeps its share without it."""
+        name, claiming = self._name(sequence), self._name(claimant)
+        num_running = self._num_running[name]
         if not self._num_running[claiming]:
             return num_running > 1
-        # The less served tenant is admitted first: the victim must not get its slot back in the same step.
-        is_after = (self._counters[claiming], claiming) < (self._counters[tenant], tenant)
+        # The less served one is admitted first: the victim must not get its slot back in the same step.
+        is_after = (self._counters[claiming], claiming) < (self._counters[name], name)
         return is_after and num_running > self.share() * num_slots
+
+    def admit_first(self, sequence: Sequence) -> None:
+        """Give the next slot to the name of this sequence."""
+        self._first = self._name(sequence)
 
     # -- counters ----------------------------------------------------------------------------------------------------
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Charge a sequence's tenant for generated tokens."""
-        tenant = sequence.request.tenant
-        self._counters[tenant] = self._counters.get(tenant, 0.0) + OUTPUT_WEIGHT * num_tokens
+        """Charge a sequence's share for generated tokens."""
+        self._charge(sequence.request.share, OUTPUT_WEIGHT * num_tokens)
 
     def charge_each(self, sequences: SequenceOf[Sequence], layout: int) -> None:
         """Charge one token for each sequence. Equal `layout` means the very same sequences."""
         if layout != self._layout:
             self._layout = layout
-            if len(self._counters) == 1:  # no need to count for one tenant
-                self._counts = Counter(dict.fromkeys(self._counters, len(sequences)))
+            if sequences and self._knows_one():  # no need to count
+                self._counts = {sequences[0].request.share: len(sequences)}
             else:
-                self._counts = Counter(sequence.request.tenant for sequence in sequences)
-        for tenant, count in self._counts.items():
-            self._counters[tenant] = self._counters.get(tenant, 0.0) + OUTPUT_WEIGHT * count
+                self._counts = Counter(sequence.request.share for sequence in sequences)
+        for share, count in self._counts.items():
+            self._charge(share, OUTPUT_WEIGHT * count)
 
-    def service(self, tenant: str) -> float:
-        """Return the tenant's counter: weighted tokens, counted from where it last joined."""
-        return self._counters.get(tenant, 0.0)
+    def service(self, name: str) -> float:
+        """Return the name's counter: weighted tokens, counted from where it last joined."""
+        return self._counters.get(name, 0.0)
 
-    def ahead_of(self, tenant: str) -> tuple[int, int]:
-        """Return about how many requests and prompt tokens come before a new request of this tenant."""
-        queue = self._queues.get(tenant)
+    def ahead_of(self, share: Share) -> tuple[int, int]:
+        """Return about how many requests and prompt tokens come before a new request of this share."""
+        queue = self._queues.get(share[self._level])
         if queue is None:
             return 0, 0
-        num_tenants = len(self._queues)
-        return min(self._length, len(queue) * num_tenants), min(self.num_tokens, queue.num_tokens * num_tenants)
+        num_names = len(self._queues)
+        num_requests, num_tokens = len(queue), queue.num_tokens
+        if isinstance(queue, FairShare):
+            num_requests, num_tokens = queue.ahead_of(share)
+        return min(self._length, num_requests * num_names), min(self.num_tokens, num_tokens * num_names)
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        for tenant in sorted(self._queues, key=lambda name: (name in self._num_running, self._counters[name], name)):
-            yield from self._queues[tenant]
+        for name in sorted(self._queues, key=lambda name: (name in self._num_running, self._counters[name], name)):
+            yield from self._queues[name]
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _name(self, sequence: Sequence) -> str:
+        return sequence.request.share[self._level]
+
+    def _active(self) -> set[str]:
+        return self._num_running.keys() | self._queues.keys()
 
     def _count(self, sequence: Sequence, change: int) -> None:
         self._length += change
         self.num_tokens += change * sequence.num_prompt
 
-    def _queue_of(self, tenant: str) -> FirstComeFirstServed:
-        queue = self._queues.get(tenant)
+    def _charge(self, share: Share, service: float) -> None:
+        name = share[self._level]
+        self._counters[name] = self._counters.get(name, 0.0) + service
+        part = self._parts.get(name)
+        if part is not None:
+            part._charge(share, service)
+
+    def _knows_one(self) -> bool:
+        """Whether all that ran lately is of one share."""
+        return len(self._counters) == 1 and all(part._knows_one() for part in self._parts.values())
+
+    def _queue_of(self, name: str) -> FirstComeFirstServed | FairShare:
+        queue = self._queues.get(name)
         if queue is None:
-            if tenant not in self._num_running:
-                self._lift(tenant)
-            queue = self._queues[tenant] = FirstComeFirstServed()
-            self._enter(tenant)
+            if name not in self._num_running:
+                self._lift(name)
+            queue = self._queues[name] = FirstComeFirstServed() if self._is_last else self._part_of(name)
+            self._enter(name)
         return queue
 
-    def _enter(self, tenant: str) -> None:
-        """Put a waiting tenant into the heap that fits whether it has anything running."""
-        heapq.heappush(self._busy if tenant in self._num_running else self._idle, (self._counters[tenant], tenant))
+    def _part_of(self, name: str) -> FairShare:
+        part = self._parts.get(name)
+        if part is None:
+            part = self._parts[name] = FairShare(self._level + 1)
+        return part
+
+    def _enter(self, name: str) -> None:
+        """Put a waiting name into the heap that fits whether it has anything running."""
+        heapq.heappush(self._busy if name in self._num_running else self._idle, (self._counters[name], name))
         self._sweep()
 
     def _sweep(self) -> None:
         """Drop outdated heap entries where they are the most: else they would pile up while nothing is admitted."""
         if len(self._idle) + len(self._busy) > FEW_STALE + 2 * len(self._queues):
-            waiting = [(self._counters[tenant], tenant) for tenant in self._queues]
+            waiting = [(self._counters[name], name) for name in self._queues]
             self._idle = [entry for entry in waiting if entry[1] not in self._num_running]
             self._busy = [entry for entry in waiting if entry[1] in self._num_running]
             heapq.heapify(self._idle)
             heapq.heapify(self._busy)
 
-    def _lift(self, tenant: str) -> None:
-        """Raise the counter of a tenant that joins to that of the least served active one."""
-        active = self._num_running.keys() | self._queues.keys()
-        floor = min((self._counters[name] for name in active), default=self._floor)
-        self._counters[tenant] = max(self._counters.get(tenant, 0.0), floor)
-        if len(self._counters) > MAX_IDLE_TENANTS + len(active):
-            # clients choose the names: drop the idle tenants with the least service; joining again lifts them anyway
-            idle = [name for name in self._counters if name not in active and name != tenant]
-            for name in heapq.nsmallest(MAX_IDLE_TENANTS // 2, idle, key=self._counters.__getitem__):
-                del self._counters[name]
+    def _lift(self, name: str) -> None:
+        """Raise the counter of a name that joins to that of the least served active one."""
+        active = self._active()
+        floor = min((self._counters[one] for one in active), default=self._floor)
+        self._counters[name] = max(self._counters.get(name, 0.0), floor)
+        most_idle = MAX_IDLE_PARTS if self._level else MAX_IDLE_NAMES
+        if len(self._counters) > most_idle + len(active):
+            # clients choose the names: drop the idle ones with the least service; joining again lifts them anyway
+            idle = [one for one in self._counters if one not in active and one != name]
+            for one in heapq.nsmallest(most_idle // 2, idle, key=self._counters.__getitem__):
+                del self._counters[one]
 
-    def _left(self, tenant: str) -> None:
-        """Note that nothing of this tenant waits or runs. Tenants that come to an empty engine start from its counter:
+    def _left(self, name: str) -> None:
+        """Note that nothing of this name waits or runs. Names that come to an empty engine start from its counter:
         service that it got alone does not count against it."""
-        if tenant not in self._num_running:
-            self._floor = max(self._floor, self._counters[tenant])
+        if name not in self._num_running:
+            self._floor = max(self._floor, self._counters[name])
+            self._parts.pop(name, None)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A waiting sequence that may take a slot from others, with the part of the engine that is its own.
+
+    `nodes`: from the whole engine down to the level at which the claim is made. Only what has the same names above
+    that level gives way.
+    """
+
+    sequence: Sequence
+    share: float
+    num_slots: float  # of the node that the claim is made at
+    nodes: tuple[FairShare, ...]
+
+    def victim(self, running: SequenceOf[Sequence]) -> Sequence | None:
+        """Return which of these sequences, in order of admission, gives way; None: none has more than its share."""
+        node = self.nodes[-1]
+        candidates = [sequence for sequence in running if self._concerns(sequence)] if node.may_give_way else []
+        if not candidates:
+            return None
+        victim = node.victim(candidates)
+        return victim if node.gives_way(victim, self.sequence, self.num_slots) else None
+
+    def staying(self, running: SequenceOf[Sequence]) -> Iterator[Sequence]:
+        """Yield those that stay in any case: the others, and of each name the sequence admitted first."""
+        seen: set[str] = set()
+        for sequence in running:
+            name = sequence.request.share[len(self.nodes) - 1]
+            if not self._concerns(sequence):
+                yield sequence
+            elif name not in seen:
+                seen.add(name)
+                yield sequence
+
+    def admit_first(self) -> None:
+        """Give the freed slot to this sequence, which may not be the next one of all."""
+        for node in self.nodes[:-1]:
+            node.admit_first(self.sequence)
+
+    def _concerns(self, sequence: Sequence) -> bool:
+        depth = len(self.nodes) - 1
+        return sequence.request.share[:depth] == self.sequence.request.share[:depth]
 
 
 POLICIES: dict[str, Callable[[], WaitingQueue]] = {
@@ -705,9 +818,9 @@ class FaultIsolationQueue:
         return self.inner.num_tokens + sum(sequence.num_prompt for sequence in self._held())
 
     @property
-    def tenants(self) -> TenantShares | None:
-        """The shares of tenants of the policy's queue."""
-        return self.inner.tenants
+    def shares(self) -> Shares | None:
+        """The shares of the policy's queue."""
+        return self.inner.shares
 
     def push(self, sequence: Sequence) -> None:
         """Add a new sequence."""

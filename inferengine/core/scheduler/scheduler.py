@@ -230,8 +230,8 @@ class Scheduler:
                 changed[sequence.uid] = tokens[before:]
             if ended is not None:
                 finished.append(self._finish(sequence, *ended, now))
-        if (tenants := self.state.tenants) is not None:
-            tenants.charge_each(scheduled.sampled, scheduled.layout)
+        if (shares := self.state.shares) is not None:
+            shares.charge_each(scheduled.sampled, scheduled.layout)
         if not changed:
             return self._output(scheduled, result, scheduled.uids, drawn, scheduled.layout, finished)
         uids: list[int] = []
@@ -244,8 +244,8 @@ class Scheduler:
                 continue
             uids += [sequence.uid] * len(new)
             token_ids += new
-            if tenants is not None and len(new) > 1:
-                tenants.charge(sequence, len(new) - 1)
+            if shares is not None and len(new) > 1:
+                shares.charge(sequence, len(new) - 1)
         return self._output(scheduled, result, uids, token_ids, self.state.new_layout(), finished)
 
     def fail(

@@ -165,7 +165,7 @@ class SchedulerState:
         self.sequences: dict[int, Sequence] = {}  # all of them, by uid
         self.running: list[Sequence] = []  # in order of admission
         self.waiting = FaultIsolationQueue(POLICIES[options.policy]())
-        self.tenants = self.waiting.tenants
+        self.shares = self.waiting.shares
         self.forks = WaitingForks()
         self.compiling: dict[int, Sequence] = {}
         self.unsent_tokens: list[tuple[Sequence, int, int]] = []  # (sequence, position, token) unknown to the device
@@ -201,8 +201,8 @@ class SchedulerState:
     def start(self, sequence: Sequence) -> None:
         """Give a slot to the sequence that the waiting queue's `peek` returned. The caller adds it to `running`."""
         self.waiting.pop()
-        if self.tenants is not None:
-            self.tenants.started(sequence)
+        if self.shares is not None:
+            self.shares.started(sequence)
         sequence.slot = self.free_slots.pop()
 
     @property
@@ -229,8 +229,8 @@ class SchedulerState:
         sequence.num_preemptions += 1
         self.stats.num_preemptions += 1
         self.waiting.push_back(sequence)
-        if self.tenants is not None:
-            self.tenants.stopped(sequence)
+        if self.shares is not None:
+            self.shares.stopped(sequence)
 
     def finish(self, sequence: Sequence, reason: str, detail: FinishDetail, now: float) -> Finished:
         """End a sequence wherever it is. Everything it holds is free on return."""
@@ -241,8 +241,8 @@ class SchedulerState:
             self.running.remove(sequence)
             self.kv.release(sequence)
             self._free_slot(sequence)
-            if self.tenants is not None:
-                self.tenants.stopped(sequence)
+            if self.shares is not None:
+                self.shares.stopped(sequence)
         elif status is SequenceStatus.WAITING_GRAMMAR:
             del self.compiling[sequence.uid]
         elif was_held:

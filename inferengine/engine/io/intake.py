@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from inferengine.config import Config, LimitsConfig
 from inferengine.core.constraints import Grammar
 from inferengine.core.scheduler.queues import admit, check_prompt, resolve_max_tokens
-from inferengine.core.sequence import Request, choice_seed
+from inferengine.core.sequence import Request, Share, choice_seed, make_share
 from inferengine.engine.counters import Counters
 from inferengine.engine.io.publisher import Connection, OutputLog, PriorOutputs, Publisher, SubmittedRequest
 from inferengine.engine.lifecycle import Lifecycle
@@ -125,6 +125,13 @@ def read_resume(message: Submit, params: SamplingParams, *, vocab_size: int, max
     if params.seed is None and not params.is_greedy and any(outputs):
         raise InvalidRequest("params.seed", "is missing: the output so far was drawn with one (ACCEPT told it)")
     return outputs
+
+
+def share_of(message: Submit, connection: Connection) -> Share:
+    """Return whose share of the engine a request uses: its tenant's, divided by what its front end says of the client,
+    or that client's, or without either its connection's."""
+    names = (message.tenant, *message.share) if message.tenant else message.share
+    return make_share(*(names or (connection.routing_id.hex(),)))
 
 
 def read_prediction(message: Submit, *, vocab_size: int, max_model_len: int) -> Sequence[int]:
@@ -237,7 +244,7 @@ class PendingSubmissions:
                     vocab_size,
                     eos_token_ids,
                     partial(self._compiled, item),
-                    tenant=submission.tenant,
+                    tenant=submission.share[0],
                 )
             if item.prompt is None:
                 self._texts.tokenize(message.text, message.messages, max_model_len, partial(self._tokenized, item))
@@ -423,6 +430,7 @@ class Intake:
                 message.id,
                 params,
                 tenant=message.tenant,
+                share=share_of(message, connection),
                 detached=message.detached,
                 label=message.label,
                 note=message.note,
@@ -620,6 +628,7 @@ class Intake:
                 fork_of=None if choice == live[0] else first + live[0],
                 priority=message.priority,
                 tenant=message.tenant,
+                share=submission.share,
                 cache_salt=message.salt,
                 arrival_s=now,
                 deadline_s=deadline_s,
@@ -653,7 +662,7 @@ class Intake:
         """Check the limits of the queue. `resumed`: an earlier engine had accepted it; all requests that ran or waited
         there may come at once, so these limits are higher."""
         requests, tokens = engine.loop.queued()
-        requests_ahead, tokens_ahead = engine.loop.queued(submission.tenant)
+        requests_ahead, tokens_ahead = engine.loop.queued(submission.share)
         preparing = len(self._pending)
         tenant_requests, limits = 0, engine.limits
         if resumed:

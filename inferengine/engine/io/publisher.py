@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from inferengine.core.executor import TokenLogprobs
 from inferengine.core.scheduler.scheduler import StepOutput
-from inferengine.core.sequence import Finished
+from inferengine.core.sequence import Finished, Share
 from inferengine.engine.counters import Counters
 from inferengine.errors import bounded
 from inferengine.observability.tracing import PROVIDER, Tracing, unix_ns
@@ -224,6 +224,7 @@ class SubmittedRequest:
         "params",
         "pooling",
         "seed",
+        "share",
         "tenant",
         "traceparent",
     )
@@ -234,6 +235,7 @@ class SubmittedRequest:
         params: SamplingParams,
         *,
         tenant: str = "",
+        share: Share = ("", "", ""),
         detached: bool = False,
         label: str = "",
         note: bytes = b"",
@@ -243,6 +245,7 @@ class SubmittedRequest:
         self.id = id
         self.params = params
         self.tenant = tenant
+        self.share = share
         self.detached = detached
         self.label = label
         self.note = note  # opaque bytes of the client

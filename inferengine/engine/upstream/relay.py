@@ -33,6 +33,7 @@ from inferengine.core.sequence import (
     Request,
     Sequence,
     SequenceStatus,
+    Share,
     refusal,
     stop_reason,
     terminal_row,
@@ -192,14 +193,14 @@ class UpstreamLoop:
         """Leave `run`."""
         self._call(self._stopping.set)
 
-    def queued(self, tenant: str | None = None) -> tuple[int, int]:
-        """Return how many requests and prompt tokens wait; with a tenant, those ahead of the tenant's next request."""
+    def queued(self, share: Share | None = None) -> tuple[int, int]:
+        """Return how many requests and prompt tokens wait; with a share, those ahead of its next request."""
         unseen, unseen_tokens = self._sent - self._taken, self._sent_tokens - self._taken_tokens
         free = max(0, self._max_num_seqs - len(self._running) - len(self._waiting))
         over = max(0, unseen - free)
-        waiting, tokens, tenants = len(self._waiting), self._waiting.num_tokens, self._waiting.tenants
-        if tenant is not None and tenants is not None:
-            waiting, tokens = tenants.ahead_of(tenant)
+        waiting, tokens, shares = len(self._waiting), self._waiting.num_tokens, self._waiting.shares
+        if share is not None and shares is not None:
+            waiting, tokens = shares.ahead_of(share)
         return waiting + over, tokens + (unseen_tokens * over // unseen if unseen > 0 else 0)
 
     @property
@@ -289,8 +290,8 @@ class UpstreamLoop:
             if sequence is None:
                 return
             self._waiting.pop()
-            if self._waiting.tenants is not None:
-                self._waiting.tenants.started(sequence)
+            if self._waiting.shares is not None:
+                self._waiting.shares.started(sequence)
             sequence.status = SequenceStatus.RUNNING
             sequence.first_scheduled_s = now
             self.stats.num_prompt_tokens += sequence.num_prompt
@@ -405,8 +406,8 @@ class UpstreamLoop:
             sequence.first_token_s = self._now()
         sequence.tokens += token_ids
         self.stats.num_output_tokens += len(token_ids)
-        if self._waiting.tenants is not None:
-            self._waiting.tenants.charge(sequence, len(token_ids))
+        if self._waiting.shares is not None:
+            self._waiting.shares.charge(sequence, len(token_ids))
         self._uids += [sequence.uid] * len(token_ids)
         self._token_ids += token_ids
         self._publish_soon()
@@ -424,8 +425,8 @@ class UpstreamLoop:
             timer.cancel()
         if was_running:
             self._running.pop(sequence.uid, None)
-            if self._waiting.tenants is not None:
-                self._waiting.tenants.stopped(sequence)
+            if self._waiting.shares is not None:
+                self._waiting.shares.stopped(sequence)
         else:
             self._waiting.remove(sequence)
         self.stats.num_finished += 1

@@ -143,6 +143,18 @@ def test_fields_of_a_request_reach_the_engine(tmp_path):
         assert message.params == {"temperature": 0.6, "top_k": 20, "seed": 7, "top_p": 0.5}
 
 
+def test_each_socket_has_a_share_of_its_address_and_a_session_one_of_its_own(tmp_path):
+    with make_engine(tmp_path) as engine, serving(engine) as server:
+        for fields in ({}, {}, {"session": "s"}, {"session": "s"}):
+            with open_socket(server) as socket:
+                socket.generate("a", **fields)
+                socket.read("a")
+        shares = [submit.share for submit in engine.submits]
+    assert {address for address, _ in shares} == {"127.0.0.1"}
+    assert len({name for _, name in shares}) == 3
+    assert shares[2] == shares[3]
+
+
 def test_an_id_sent_twice_runs_once(tmp_path):
     with make_engine(tmp_path) as engine, serving(engine) as server, open_socket(server) as client:
         for name in ("first", "second"):
