@@ -208,6 +208,8 @@ class DecodeGraphs:
 PROMPT_ROWS = 16  # prompts in one captured step; a step with more runs without a graph
 DECODES = (0, 16, 64, 256)
 PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+FINE_TOKENS = 32  # between the sizes of a step with prompts alone
+PADDING_S = 0.2e-3  # what padding may cost: where FINE_TOKENS take longer, a first token waits for less of it
 STEP_TOKENS = 64  # by which a step of a slow number of tokens grows
 LAUNCHES_S = 6e-3  # about what launching a step kernel by kernel costs the host; longer steps need no graph
 ALIGNED = 4  # int32: columns begin at multiples of 16 bytes, as the kernels are compiled for
@@ -242,10 +244,15 @@ class MixedShape(NamedTuple):
 
 def shapes_to_capture(max_rows: int, max_tokens: int, token_s: float) -> list[MixedShape]:
     """The shapes worth a graph, in order. `token_s`: device seconds per token of a step; shapes that take longer than
-    launching them kernel by kernel are left out."""
+    launching them kernel by kernel are left out. Prompts without decodes, which are all that a quiet engine computes,
+    have more sizes where the tokens of a large model take their time."""
     decodes = sorted({min(count, max_rows) for count in DECODES})
-    tokens = [count for count in PROMPT_TOKENS if count * token_s <= LAUNCHES_S]
-    shapes = {MixedShape(d, p if d + p != SLOW_TOKENS else p + STEP_TOKENS) for d in decodes for p in tokens}
+    pairs = {(d, p) for d in decodes for p in PROMPT_TOKENS}
+    if FINE_TOKENS * token_s > PADDING_S:
+        pairs |= {(0, p) for p in range(FINE_TOKENS, PROMPT_TOKENS[-1], FINE_TOKENS)}
+    shapes = {
+        MixedShape(d, p if d + p != SLOW_TOKENS else p + STEP_TOKENS) for d, p in pairs if p * token_s <= LAUNCHES_S
+    }
     return sorted(shape for shape in shapes if shape.num_tokens <= max_tokens)
 
 

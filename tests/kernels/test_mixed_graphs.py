@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from inferengine.core.executor import StepPlan
 from inferengine.executor.cuda_graphs import (
+    PROMPT_TOKENS,
     SLOW_TOKENS,
     MixedGraphs,
     MixedShape,
@@ -124,10 +125,21 @@ def test_the_smallest_shape_with_room_is_taken(engine: Engine, monkeypatch: pyte
 
 def test_steps_that_outlast_their_launches_are_not_captured() -> None:
     shapes = shapes_to_capture(max_rows=64, max_tokens=512, token_s=20e-6)
-    assert max(shape.prompt_tokens for shape in shapes) == 256
+    assert max(shape.prompt_tokens for shape in shapes) == 288  # 6 ms hold 300
+    assert max(shape.prompt_tokens for shape in shapes if shape.decodes) == 256
     assert {shape.decodes for shape in shapes} == {0, 16, 64}
     assert all(shape.num_tokens <= 512 for shape in shapes)
     assert shapes_to_capture(max_rows=64, max_tokens=16, token_s=0.0) == []
+
+
+def test_a_prompt_alone_is_padded_little_where_padding_takes_time() -> None:
+    shapes = shapes_to_capture(max_rows=512, max_tokens=8192, token_s=14e-6)
+    alone = [shape.prompt_tokens for shape in shapes if not shape.decodes]
+    assert [size for size in alone if 256 <= size <= 384] == [256, 288, 320, 352, 384]
+    beside = {shape.prompt_tokens for shape in shapes if shape.decodes}
+    assert not beside & {288, 352}, "decodes are there to wait for"
+    small = shapes_to_capture(max_rows=512, max_tokens=8192, token_s=1e-6)
+    assert {shape.prompt_tokens for shape in small if not shape.decodes} == {*PROMPT_TOKENS}
 
 
 def test_no_step_is_padded_to_the_size_that_takes_longer_than_the_next() -> None:
