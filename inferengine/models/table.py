@@ -1,5 +1,5 @@
-"""FAMILIES: the architectures that this engine serves with layers of its own, as data. docs/models.md and `inferengine
-models` print it; it imports nothing."""
+"""FAMILIES, as data: the architectures that this engine serves with layers of its own, and checkpoints that also see or
+hear, whose text model it serves. docs/models.md and `inferengine models` print it; it imports nothing."""
 
 from __future__ import annotations
 
@@ -192,6 +192,49 @@ FAMILIES = (
         "qwen3_vl",
         (1.7, 4, 8.2, 32.8),
         "Qwen 3-VL, dense: its text model",
+    ),
+    Family(
+        "Qwen3VLMoeForConditionalGeneration",
+        "families.text_of_multimodal",
+        "qwen3_vl_moe",
+        (30.5, 235.1),
+        "Qwen 3-VL, mixture of experts: its text model",
+        lora=MIXTURE,
+    ),
+    Family(
+        "Gemma4ForConditionalGeneration",
+        "families.text_of_multimodal",
+        "gemma4",
+        (5.1, 8, 25.2, 30.7),
+        "Gemma 4 E2B, E4B, 26B-A4B, 31B: their text model, computed by transformers' modules",
+    ),
+    Family(
+        "Glm4vForConditionalGeneration",
+        "families.text_of_multimodal",
+        "glm4v",
+        (9.4,),
+        "GLM-4.1V: its text model",
+    ),
+    Family(
+        "AyaVisionForConditionalGeneration",
+        "families.text_of_multimodal",
+        "aya_vision",
+        (8, 32.3),
+        "Aya Vision: its text model",
+    ),
+    Family(
+        "Cohere2VisionForConditionalGeneration",
+        "families.text_of_multimodal",
+        "cohere2_vision",
+        (111,),
+        "Command A Vision: its text model",
+    ),
+    Family(
+        "Qwen2AudioForConditionalGeneration",
+        "families.text_of_multimodal",
+        "qwen2_audio",
+        (7.7,),
+        "Qwen 2-Audio: its text model",
     ),
     Family(
         "LlavaForConditionalGeneration",

@@ -67,6 +67,7 @@ class AttentionCall(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,19 @@ class TransformersConfig(DecoderConfig):
     prefix: str = ""  # the name of the model without its head
 
 
-class Mask(NamedTuple):
+@dataclass(frozen=True)
+class Mask:
     """Stands for the attention mask between transformers' mask and attention functions."""
 
     window: int | None
+
+    def __getitem__(self, places: Any) -> Mask:
+        """Return the mask of all tokens, where models take what they need of one (Gemma 4). Raises _CannotServe for a
+        part of it."""
+        for place in places if isinstance(places, tuple) else (places,):
+            if not isinstance(place, slice) or place.start not in (None, 0) or place.stop is not None:
+                raise _CannotServe("it takes attention masks apart")
+        return self
 
 
 # -- what transformers knows -------------------------------------------------------------------------------------------
@@ -148,12 +158,19 @@ def _config_of(text: str) -> tuple[Any, Any]:
     model_class = _causal_class(values)
     try:
         config = CONFIG_MAPPING[values["model_type"]].from_dict(
-            {name: value for name, value in values.items() if name not in ("auto_map", "quantization_config")}
+            {name: _number(value) for name, value in values.items() if name not in ("auto_map", "quantization_config")}
         )
     except Exception as error:  # its checks raise errors of many kinds
         raise refused(f"config.json: transformers cannot read it ({_first_line(error)})") from None
     _register()
     return config, model_class
+
+
+def _number(value: Any) -> Any:
+    """Read what transformers writes for an infinite number, also in a list."""
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    return float(value["__float__"]) if isinstance(value, dict) and set(value) == {"__float__"} else value
 
 
 def read_config(config: ConfigReader) -> TransformersConfig:
@@ -168,7 +185,7 @@ def read_config(config: ConfigReader) -> TransformersConfig:
 def _read(text: str, dtype: str) -> TransformersConfig:
     theirs, model_class = _config_of(text)
     name = model_class.__name__
-    if getattr(model_class, "_is_stateful", False):
+    if getattr(model_class, "_is_stateful", False) and not _attends_everywhere(theirs):
         raise _no_attention(name, "it keeps a state between tokens, as state-space models and linear attention do")
     if _conversions(str(theirs.model_type)) is None:
         raise _no_attention(name, "transformers joins or divides tensors of its checkpoints")
@@ -180,8 +197,9 @@ def _read(text: str, dtype: str) -> TransformersConfig:
     blocks = _expert_modules(name, base)
     calls, num_chosen = _record(name, base)
     first = calls[0]
-    if any(call.num_kv_heads != first.num_kv_heads for call in calls):
-        raise _no_attention(name, "its layers differ in their number of KV heads")
+    num_kv_heads = max(call.num_kv_heads for call in calls)  # layers with fewer hold each several times
+    if any(num_kv_heads % call.num_kv_heads or call.num_heads % num_kv_heads for call in calls):
+        raise _no_attention(name, "its layers differ in their number of KV heads, which do not divide each other")
     embedding = causal.get_input_embeddings().weight
     return TransformersConfig(
         model_type=str(theirs.model_type),
@@ -190,7 +208,7 @@ def _read(text: str, dtype: str) -> TransformersConfig:
         intermediate_size=_widest(base),
         num_layers=len(calls),
         num_heads=max(call.num_heads for call in calls),
-        num_kv_heads=first.num_kv_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=max(max(call.head_dim, call.value_dim) for call in calls),
         max_position=_max_position(theirs),
         norm_eps=1e-5,
@@ -204,6 +222,15 @@ def _read(text: str, dtype: str) -> TransformersConfig:
         calls=tuple(calls),
         prefix=prefix,
     )
+
+
+def _attends_everywhere(config: Any) -> bool:
+    """Whether a model that may keep a state has attention alone in this configuration (Granite 4.0 Micro)."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return isinstance(kinds, list) and all(str(kind) in ATTENTION_KINDS for kind in kinds)
+
+
+ATTENTION_KINDS = ("attention", "full_attention", "sliding_attention")
 
 
 def _expert_modules(name: str, base: nn.Module) -> dict[str, nn.Module]:
@@ -373,16 +400,20 @@ class PagedAttention(CachedAttention):
     def __init__(self, ops: Ops, config: TransformersConfig, call: AttentionCall) -> None:
         super().__init__()
         self.ops, self.call, self.head_dim = ops, call, config.head_dim
+        self.num_kv_heads = config.num_kv_heads
         self.group = config.group_windows.index(call.window)
         self.batch: Batch | None = None  # of the step; None: `verify` runs, and tokens see themselves alone
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, options: dict[str, Any]
     ) -> tuple[torch.Tensor, None]:
         """Queries [1, H, T, D], keys [1, K, T, D] and values [1, K, T, Dv] -> [1, T, H, Dv]."""
         call, batch = self.call, self.batch
         if batch is None:
             return self._of_itself(query, key, value), None
+        repeats = self.num_kv_heads // call.num_kv_heads
+        if repeats > 1:
+            key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
         parts = [functional.pad(part[0], (0, self.head_dim - part.shape[-1])) for part in (query, key, value)]
         qkv = torch.cat([part.to(value.dtype) for part in parts]).transpose(0, 1).reshape(query.shape[2], -1)
         mixed = self.ops.attention_qkv(
@@ -395,13 +426,14 @@ class PagedAttention(CachedAttention):
             batch,
             self.group,
             call.num_heads,
-            call.num_kv_heads,
+            self.num_kv_heads,
             call.scale,
             call.window,
             call.softcap,
             self.kv_scales,
+            options["s_aux"].float() if call.sinks else None,
         )
-        return mixed.view(1, -1, call.num_heads, self.head_dim)[..., : call.value_dim], None
+        return mixed.view(1, -1, call.num_heads, self.head_dim)[..., : call.value_dim].contiguous(), None
 
     def _of_itself(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """A mixture of each token's own query, key and value: shows what positions and neighbours have done to them."""
@@ -410,7 +442,7 @@ class PagedAttention(CachedAttention):
         both = functional.pad(key[..., :width], (0, self.call.value_dim - width)) + value
         own = both.repeat_interleave(repeats, 1)
         own[..., :width] += query[..., :width]
-        return (own / 3).transpose(1, 2)
+        return (own / 3).transpose(1, 2).contiguous()
 
 
 class GivenStates(nn.Module):
@@ -426,7 +458,7 @@ class GivenStates(nn.Module):
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
         output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.states)
-        output.router_logits = None  # which mixtures of experts pass on
+        output.router_logits = output.shared_kv_states = None  # which mixtures of experts and Gemma 4 pass on
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -459,7 +491,8 @@ class TransformersModel(DecoderModel):
             setattr(self.base.get_submodule(parent), attribute, experts)
         for parent in list(causal.modules()) + list(self.base.modules()):
             for name, module in list(parent.named_children()):
-                if type(module) is nn.Linear and module is not head:
+                is_router = config.moe is not None and getattr(module, "out_features", 0) == config.moe.num_experts
+                if type(module) is nn.Linear and module is not head and not is_router:  # routers are not rounded
                     setattr(parent, name, _own_linear(ops, module))
         self.layers = nn.ModuleList()  # kinds of layers are not known: kernels are compiled with all of them
         self.norm = nn.Identity()
@@ -517,11 +550,12 @@ class TransformersModel(DecoderModel):
 
 def _inputs(ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
     """Arguments of transformers' models for one flattened batch. With a mask of ones no sequences are looked for in the
-    positions."""
+    positions. Models may ask whether it has ones alone, which nobody can tell on `meta`."""
+    place = "cpu" if ids.is_meta else ids.device
     return {
         "input_ids": ids.long().unsqueeze(0),
         "position_ids": positions.long().unsqueeze(0),
-        "attention_mask": torch.ones(1, len(ids), dtype=torch.long, device=ids.device),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.long, device=place),
         "use_cache": False,
     }
 
@@ -601,6 +635,7 @@ def _attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """Compute a layer's attention by what stands at its place: a PagedAttention, or a recorder."""
+    mask = options.pop("attention_mask", mask)
     found: tuple[torch.Tensor, None] = module.__dict__[PLACE](query, key, value, mask, options)
     return found
 
@@ -653,8 +688,9 @@ class _Recorder:
             raise _CannotServe("its attention is not causal")
         if window != mask.window:
             raise _CannotServe(f"its attention has a window of {window}, its mask one of {mask.window}")
-        if "s_aux" in options:
-            raise _CannotServe("its attention has sinks")
+        sinks = options.pop("s_aux", None)
+        if sinks is not None and sinks.shape != (query.shape[1],):
+            raise _CannotServe("its attention has sinks of another shape than one for each head")
         unknown = sorted(name for name in options if name not in WITHOUT_EFFECT)
         if unknown:
             raise _CannotServe(f"its attention takes {unknown[0]}")
@@ -669,6 +705,7 @@ class _Recorder:
             float(scale),
             window,
             None if not softcap else float(softcap),
+            sinks is not None,
         )
         self.calls.append((self.module, call))
         return query.new_empty(1, length, heads, value.shape[3]), None

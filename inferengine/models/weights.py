@@ -240,6 +240,12 @@ class _Loader:
             experts = projection.num_experts
             whole = experts if projection.held is None else projection.held.whole
             wanted = [whole, place.shape[0] // experts, *place.shape[1:]]
+            if shape != wanted and shape == [
+                wanted[0],
+                wanted[2],
+                wanted[1],
+            ]:  # published so (Qwen 3-VL), saved so or not
+                target = target._replace(transpose=True)
         if target.transpose:
             wanted[-2:] = reversed(wanted[-2:])
         if shape != wanted:

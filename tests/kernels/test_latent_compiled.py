@@ -1,5 +1,5 @@
-"""Latent attention as it is compiled for a card, without one: it fits, and latents are on their way while others are
-computed with."""
+"""Attention with wide heads as it is compiled for a card, without one: it fits, and latents are on their way while
+others are computed with."""
 
 import pytest
 
@@ -51,3 +51,35 @@ def test_it_fits_into_a_multiprocessor(heads, cache, compile_program):
 @pytest.mark.parametrize("heads", ["16", "128"])
 def test_the_next_latents_are_on_their_way_while_others_are_computed_with(heads, compile_program):
     assert min(tiles for _, tiles in compiled(compile_program, heads, "bfloat16")) >= 2
+
+
+WIDE = """
+import sys
+import torch
+from inferengine.kernels.cuda.attention import decode, prefill
+from inferengine.kernels.cuda.split_k import Scratch
+
+class Compiled:
+    def __init__(self, kernel): self.kernel = kernel
+    def __getitem__(self, grid):
+        return lambda *args, **options: print(self.kernel.warmup(*args, grid=grid, **options).metadata.shared)
+
+decode._decode_kernel = Compiled(decode._decode_kernel)
+prefill._prefill_kernel = Compiled(prefill._prefill_kernel)
+decode.supports_pdl = prefill.supports_pdl = lambda device: True
+kv, one = torch.zeros(4, 2, 16, 16, 512, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
+q, out = (torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((32, 512), (32 * 512,)))
+scratch = Scratch(torch.device("cpu"), num_floats=1 << 22, num_counters=64)
+decode.decode_attention(q, kv, one, one, one[None], 1.0, None, None, scratch)
+prefill.prefill_attention(
+    q, kv, one[:3], one[:3], one, one[None], 1.0, None, None, first_row=0, num_tokens=4, out=out, scratch=scratch
+)
+"""
+
+
+def test_heads_of_512_fit_too(compile_program):
+    """Gemma 4's layers without a window have them."""
+    done = compile_program(WIDE)
+    shared = [int(line) for line in done.stdout.splitlines()]
+    assert len(shared) == 2, done.stderr[-2000:]
+    assert max(shared) <= 227 * 1024

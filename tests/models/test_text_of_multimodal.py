@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from inferengine.errors import ConfigError
 from inferengine.models import registry
 from tests.models.checkpoints import GEMMA3, SHAPES, save
-from tests.models.families import Case, compare
+from tests.models.families import QWEN_EXPERTS, Case, compare
+from tests.models.test_transformers_fallback import GEMMA4
 
 EVEN = {name: value for name, value in SHAPES.items() if name != "head_dim"} | {"hidden_size": 60}
 SEEN = {
@@ -34,6 +35,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                               "vision_config": {**SEEN, "model_type": "clip_vision_model"}}),
     "Qwen2.5-VL": ("Qwen2_5_VLConfig", {"text_config": {**EVEN, **MROPE}, "vision_config": QWEN_SEES}),
     "Qwen3-VL": ("Qwen3VLConfig", {"text_config": {**SHAPES, "hidden_size": 60, **MROPE}, "vision_config": QWEN_SEES}),
+    "Qwen3-VL-MoE": ("Qwen3VLMoeConfig", {"text_config": {**SHAPES, **QWEN_EXPERTS, "hidden_size": 60, **MROPE},
+                                          "vision_config": QWEN_SEES}),
+    "GLM-4.1V": ("Glm4vConfig", {
+        "text_config": {**EVEN, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0,
+                                                    "partial_rotary_factor": 0.4, "mrope_section": [1, 1, 0]}},
+        "vision_config": QWEN_SEES}),
+    "Aya Vision": ("AyaVisionConfig", {
+        "text_config": {**EVEN, "model_type": "cohere2", "sliding_window": 12, "logit_scale": 1.0},
+        "vision_config": {**SEEN, "model_type": "siglip_vision_model"}}),
+    "Cohere2Vision": ("Cohere2VisionConfig", {
+        "text_config": {**EVEN, "model_type": "cohere2", "sliding_window": 12, "logit_scale": 1.0},
+        "vision_config": {**SEEN, "model_type": "siglip_vision_model"}}),
+    "Qwen2-Audio": ("Qwen2AudioConfig", {
+        "text_config": {**EVEN, "model_type": "qwen2"},
+        "audio_config": {"model_type": "qwen2_audio_encoder", "d_model": 16, "encoder_layers": 1, "num_mel_bins": 8,
+                         "encoder_attention_heads": 2, "encoder_ffn_dim": 24}}),
+    "Gemma4": ("Gemma4Config", {"text_config": {**GEMMA4, "pad_token_id": 0, "hidden_size_per_layer_input": 0},
+                                "vision_config": {**SEEN, "head_dim": 8, "position_embedding_size": 16},
+                                "audio_config": None}),
     "SmolVLM": ("SmolVLMConfig", {"text_config": {**SHAPES, "model_type": "llama"}, "vision_config": SEEN,
                                   "pad_token_id": None}),
 }  # fmt: skip
@@ -42,8 +62,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def model_of(name: str) -> Any:
     class_name, values = CASES[name]
     config = getattr(transformers, class_name)(**values, tie_word_embeddings=False)
+    config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model = getattr(transformers, class_name.replace("Config", "ForConditionalGeneration"))(config).eval()
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
     return model
@@ -106,7 +127,30 @@ def test_published_configurations_are_read(values, facts):
     assert (*found, config.rope.kind, config.max_position, config.dtype) == facts
 
 
-def test_a_text_model_that_is_no_family_is_refused():
-    values = LLAVA_7B | {"text_config": {"model_type": "mamba"}}
-    with pytest.raises(ConfigError, match="text_config: model_type = 'mamba' is no family"):
+@pytest.mark.parametrize("turned", [False, True])
+def test_experts_in_one_tensor_may_be_turned(turned, tmp_path):
+    """transformers saves them as its modules hold them; Qwen published them as [expert, in, out]."""
+    model = model_of("Qwen3-VL-MoE")
+    path = save(model, tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    names = [name for name in tensors if ".experts." in name]
+    size = next(tensors[name].shape[1] for name in names if name.endswith("down_proj"))
+    if (size == 60) == turned:  # the other way than they were saved
+        tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in names}
+    save_file(tensors, path)
+    compare(tmp_path, model, Case("", {}, (3,)))
+
+
+def test_a_text_model_of_transformers_modules_says_so(tmp_path):
+    config, _ = registry.read_model_config(save(model_of("Gemma4"), tmp_path))
+    assert config.implementation == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [("albert", "text_config: model_type = 'albert' is no family"), ("mamba", "it keeps a state between tokens")],
+)
+def test_a_text_model_that_nobody_computes_is_refused(model_type, words):
+    values = LLAVA_7B | {"text_config": {"model_type": model_type}}
+    with pytest.raises(ConfigError, match=words):
         registry.config_of(values, registry.family(values))

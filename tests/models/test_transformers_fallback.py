@@ -26,6 +26,10 @@ MULTI_QUERY = {
     "vocab_size": 301, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 256, "initializer_range": 0.25,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+GEMMA4 = {
+    **BARE, "tie_word_embeddings": False, "num_hidden_layers": 4, "sliding_window": 12, "global_head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 CASES = {
     "exaone4, windows": Case("Exaone4Config", {**EVEN, "num_hidden_layers": 4, "sliding_window": 12,
                                                "sliding_window_pattern": 2}),
@@ -45,6 +49,22 @@ CASES = {
     "granite-moe-shared": Case("GraniteMoeSharedConfig", {**EVEN, "num_local_experts": 6, "num_experts_per_tok": 3,
                                                           "shared_intermediate_size": 56}),
     "youtu, latent": Case("YoutuConfig", {**EVEN, **LATENT}),
+    "gemma4-e2b, layers that share keys": Case("Gemma4TextConfig", {
+        **GEMMA4, "num_key_value_heads": 1, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 301, "final_logit_softcapping": 5.0}),
+    "gemma4-26b, fewer kv heads in some layers": Case("Gemma4TextConfig", {
+        **GEMMA4, "num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 6,
+        "top_k_experts": 2, "moe_intermediate_size": 24}),
+    "granite-swa, sinks": Case("GraniteSWAConfig", {**EVEN, "sliding_window": 12, "num_hidden_layers": 4}),
+    "granite-4-micro, attention alone": Case("GraniteMoeHybridConfig", {
+        **EVEN, "num_local_experts": 0, "shared_intermediate_size": 64, "layer_types": ["full_attention"] * 2,
+        "position_embedding_type": "rope", "mamba_n_heads": 12, "mamba_d_head": 10}),
+    "afmoe, a mask by its name": Case("AfmoeConfig", {
+        **BARE, "num_hidden_layers": 4, "sliding_window": 12, "num_dense_layers": 1, "num_experts": 6,
+        "num_experts_per_tok": 2, "num_shared_experts": 1, "moe_intermediate_size": 24}),
+    "hunyuan-moe, a router that reads its weight": Case("HunYuanMoEV1Config", {**BARE, "num_experts": 6,
+                                                                               "moe_topk": 2}),
 }  # fmt: skip
 
 
@@ -171,6 +191,8 @@ SMALL = {"vocab_size": 301, "hidden_size": 48, "num_hidden_layers": 2}
         ("XGLMConfig", {"vocab_size": 301, "d_model": 48}, "does not use transformers' attention interface"),
         ("FuyuConfig", {}, "transformers joins or divides tensors"),
         ("GptOssConfig", BARE, "its experts are not gated blocks that this engine computes"),
+        ("GraniteMoeHybridConfig", SMALL | {"mamba_n_heads": 12, "mamba_d_head": 8}, "it keeps a state between tokens"),
+        ("Lfm2Config", {**SMALL, "layer_types": ["conv", "full_attention"]}, "1 of its 2 layers use"),
     ],
 )
 def test_what_the_paged_attention_cannot_compute_is_refused(config, values, reason, tmp_path, monkeypatch):

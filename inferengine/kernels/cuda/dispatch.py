@@ -744,6 +744,7 @@ DECODE_ATTENTION: tuple[tuple[Range, Range, DecodeConfig], ...] = (
 
 # (head dimensions, tokens of a block of the cache, configuration)
 PREFILL_ATTENTION: tuple[tuple[Range, Range, PrefillConfig], ...] = (
+    (above(256), ANY, PrefillConfig(32, 32, 8, 1)),  # not measured: larger tiles do not fit
     (above(128), ANY, PrefillConfig(64, 32, 4, 2)),
     (ANY, Range(64, MANY), PrefillConfig(64, 64, 4, 2, tma=True)),
     (ANY, Range(32, 32), PrefillConfig(64, 32, 4, 4, tma=True)),

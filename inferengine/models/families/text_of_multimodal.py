@@ -1,5 +1,6 @@
-"""The text model of a checkpoint that also sees or hears, where it is a family of this engine. The other parts are not
-loaded: messages hold text, and parts of another type are refused when a request is read.
+"""The text model of a checkpoint that also sees or hears, where it is a family of this engine, or one that modules of
+transformers compute (Gemma 4). The other parts are not loaded: messages hold text, and parts of another type are
+refused when a request is read.
 
 transformers reads the configuration, whose text part may be a `text_config` that leaves defaults out, or stand among
 the other keys. Multi-dimensional rotary positions (Qwen-VL) are, of text, three times the same number: the plain
@@ -13,11 +14,19 @@ from typing import Any, cast
 
 from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.models import transformers_fallback
 from inferengine.models.decoder import DecoderModel, ModelFamily, WeightMap
 from inferengine.models.hf_config import ConfigReader, refused
 from inferengine.models.table import FAMILIES
 
-SAME_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}  # but for its rotation
+SAME_TEXT = {  # but for its rotation
+    "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+}  # fmt: skip
+ALWAYS = {  # what a text model does and its config does not say
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+    "glm4v_text": {"attention_bias": True},
+}
 MROPE = ("mrope_section", "mrope_interleaved")
 UNREAD = ("audio_config", "auto_map", "quantization_config", "vision_config")
 PLACES = ("model.language_model.", "model.text_model.")  # of the text model's `model.`, in memory and as published
@@ -58,7 +67,10 @@ def _text_values(config: ConfigReader) -> dict[str, Any]:
         tied = getattr(whole, "tie_word_embeddings", text.get("tie_word_embeddings"))
     dtype = values.get("dtype") or values.get("torch_dtype") or given.get("dtype") or given.get("torch_dtype")
     text |= {"tie_word_embeddings": tied, "dtype": ConfigReader({"dtype": dtype}).dtype()}
-    text["model_type"] = SAME_TEXT.get(str(text.get("model_type")), text.get("model_type"))
+    kind = str(text.get("model_type"))
+    text |= {"model_type": SAME_TEXT.get(kind, kind), "architectures": None, **ALWAYS.get(kind, {})}
+    if kind == "glm4v_text":
+        text.setdefault("head_dim", text["hidden_size"] // text["num_attention_heads"])
     rope = text.get("rope_parameters")
     if isinstance(rope, dict) and "mrope_section" in rope:
         text["rope_parameters"] = {key: value for key, value in rope.items() if key not in MROPE}
@@ -69,6 +81,8 @@ def _family(model_type: str, where: str) -> ModelFamily:
     module = next(
         (each.module for each in FAMILIES if each.model_type == model_type and each.module not in __name__), ""
     )
+    if not module and transformers_fallback.knows({"model_type": model_type}):
+        return cast(ModelFamily, transformers_fallback)
     if not module:
         known = ", ".join(sorted({each.model_type for each in FAMILIES}))
         raise refused(f"{where}: model_type = {model_type!r} is no family of this engine; {known} are")
