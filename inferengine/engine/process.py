@@ -144,9 +144,9 @@ def _missing(name: str, error: ModuleNotFoundError) -> ConfigError:
 def build_torch_executor(config: Config, load: Any = None) -> Executor:
     """The torch executor, its memory plan logged. `load`: TorchExecutor's, where it is not its own. Raises DoesNotFit
     before anything of the model is read, unless `engine.check_memory` is off."""
-    from inferengine.executor.early_workers import start_early_workers
+    from inferengine.executor.early_start import start_early
 
-    start_early_workers(config.engine.device)  # first: they import torch at the same time
+    start_early(config.engine.device)  # first: this process imports torch next
     size = config.engine.tensor_parallel
     ranks: Any = None
     if size > 1:
