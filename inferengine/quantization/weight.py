@@ -63,10 +63,12 @@ def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Projections of one input as one weight. Blocks of several rows that a seam would cut become rows' own."""
     if len(parts) == 1:
         return parts[0]
+    if any(part.shape[0] % part.block.rows for part in parts[:-1]) or any(
+        part.block != parts[0].block for part in parts
+    ):
+        parts = [by_row(part) for part in parts]  # a rank may have whole blocks of queries and parts of one of keys
     if any(part.block != parts[0].block for part in parts):
         raise ValueError("projections of one input must share the size of their blocks")
-    if any(part.shape[0] % part.block.rows for part in parts[:-1]):
-        parts = [by_row(part) for part in parts]
     first = parts[0]
     zeros = None if first.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(first.codes.dtype)

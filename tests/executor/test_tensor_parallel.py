@@ -28,6 +28,7 @@ from tests.executor.parallel import Pair
 from tests.lora.adapters import write_adapter
 from tests.models.checkpoints import FAMILIES, make_model, model_of, save
 from tests.models.families import BARE, CASES, EVEN, MORE, QWEN_EXPERTS, Case
+from tests.quantization.checkpoints import write
 from tests.quantization.test_experts import GPT_OSS, write_codes, write_mxfp4
 
 ODD = {**EVEN, "num_attention_heads": 5, "num_key_value_heads": 1, "intermediate_size": 75}
@@ -110,6 +111,34 @@ def test_of_a_quantized_mixture_each_rank_reads_its_own_experts(
     uids = [[engine.submit(prompt, 6, logprobs=5) for prompt in prompts()] for engine in (one, two)]
     assert one.run().outputs == two.run().outputs
     assert largest_difference(one, two, uids[0]) < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["fp8-blocks", "gptq", "awq", "compressed-int4"])
+def test_of_a_quantized_checkpoint_each_rank_keeps_its_codes_and_scales(
+    layout: str, pair: Pair, tmp_path: Path
+) -> None:
+    """Groups of 16 inputs that share a scale stay whole. Of the FP8 blocks of 32 rows a rank has three of queries and
+    half of one of keys."""
+    sizes = {"hidden_size": 96, "head_dim": 16, "num_attention_heads": 12, "intermediate_size": 768}
+    write(make_model("llama", **sizes), layout, tmp_path)
+    one, two = both(tmp_path, pair)
+    uids = [[engine.submit(prompt, 8, logprobs=5) for prompt in prompts()] for engine in (one, two)]
+    assert one.run().outputs == two.run().outputs
+    assert largest_difference(one, two, uids[0]) < 1e-4
+
+
+def test_two_steps_in_flight_give_the_same_tokens(llama: Path, pair: Pair) -> None:
+    """The other rank is then two steps behind what rank 0 has sent."""
+    one, two = both(llama, pair, overlap=True, num_blocks=16)
+    for engine in (one, two):
+        assert engine.executor.max_in_flight == 2
+        engine.submit(prompts(2, (9,))[0], 24, grammar=ThirdsGrammar())
+        engine.submit(prompts(3, (9,))[0], 24, temperature=0.9, top_p=0.9, seed=3)
+        parent = engine.submit(prompts(4, (21,))[0], 12, temperature=1.0, seed=8)
+        engine.submit(prompts(4, (21,))[0], 12, temperature=1.0, seed=9, fork_of=parent)
+        engine.submit(prompts(5, (37,))[0], 12)
+        engine.run()
+    assert one.outputs == two.outputs
 
 
 def test_everything_that_a_request_may_ask_for(llama: Path, pair: Pair) -> None:
