@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,8 +15,12 @@ from queue import SimpleQueue
 import msgspec
 import pytest
 
+from inferengine.core.executor import DeviceLost
 from inferengine.executor.parallel.ranks import CONFIGURE, LOADING_S, Ranks
 from tests.engine.builders import wait_until
+from tests.executor.engine import Engine
+from tests.executor.parallel import Pair
+from tests.models.checkpoints import SHAPES
 
 LIMIT_S = 5.0  # in which a lost rank is found
 SLOW_S = 30.0  # for what a busy machine does late
@@ -59,6 +65,46 @@ def test_a_rank_says_why_it_fails(ranks: Ranks) -> None:
     heard = reasons_of(ranks)
     ranks.send(CONFIGURE + msgspec.msgpack.encode({"engine": {"no_such_key": 1}}))
     assert "rank 1 failed: " in heard.get(timeout=SLOW_S + LOADING_S)
+
+
+@pytest.mark.parametrize("when", ["loads", "computes a step"])
+def test_a_rank_that_runs_out_of_memory_says_so_and_leaves_nothing(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 alone, which may map 24 MiB more; a layer's weights take 92, or what a step of 24 tokens makes of them."""
+    before = set(os.listdir("/dev/shm"))
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # of the rank: arenas of threads reserve addresses
+    wide = {**SHAPES, "num_hidden_layers": 1, "intermediate_size": 500_000}
+    for name, values in (("small", SHAPES), ("wide", wide)):
+        (tmp_path / name).mkdir()
+        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", **values}
+        config |= {"rms_norm_eps": 1e-6, "dtype": "float32"}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    pair = Pair()
+    try:
+        engine = Engine(tmp_path / ("small" if when == "loads" else "wide"), build=pair.build, model=RANDOM)
+        engine.generate([[1, 2]], 2)
+        limit_memory(pair.ranks.pids[0], 24 << 20)
+        too_much = {
+            "loads": lambda: Engine(tmp_path / "wide", build=pair.build, model=RANDOM),
+            "computes a step": lambda: engine.generate([[1, 2, 3] * 20], 2),
+        }
+        with pytest.raises(DeviceLost, match=r"rank 1 failed: \w*Error: .*memory"):
+            too_much[when]()
+    finally:
+        pair.close()
+    assert all(is_gone(pid) for pid in pair.ranks.pids)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+RANDOM = {"load_format": "dummy"}
+
+
+def limit_memory(pid: int, more: int) -> None:
+    """Let a process map so many bytes more than now."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    size = pages * os.sysconf("SC_PAGE_SIZE") + more
+    resource.prlimit(pid, resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
 
 
 def test_signals_to_stop_are_for_rank_0(ranks: Ranks) -> None:
