@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.verdict import FIGURES, Samples, latency_slopes, lives, not_judged, verdicts
+from benchmarks.soak.verdict import FIGURES, TOLD, Samples, latency_slopes, lives, not_judged, verdicts
 from inferengine.bench.environment import write_result
 from inferengine.bench.plots import Series, line_chart
 
@@ -99,7 +99,8 @@ def by_minutes(samples: Samples) -> dict[str, list[Any]]:
         for name in NAMES:
             for figure in ("rss_mib", "descriptors"):
                 row[f"{name} {figure}"] = _summed(found, name, figure)
-        row["engine device_mib"] = _summed(found, "engine", "device_mib")
+        for figure in ("device_mib", *TOLD):
+            row[f"engine {figure}"] = _summed(found, "engine", figure)
         for name, value in row.items():
             columns.setdefault(name, []).append(value)
     return columns

@@ -8,6 +8,7 @@ import os
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,19 +18,45 @@ from benchmarks.soak.load import Load
 from benchmarks.soak.service import Part, Service
 
 TICKS = os.sysconf("SC_CLK_TCK")
+ESTABLISHED = "01"  # in /proc/net/tcp
 
 
-def process_figures(pid: int) -> dict[str, float]:
-    """RSS and PSS in MiB, descriptors, threads, CPU seconds so far. Raises OSError for a process that is gone."""
+def client_sockets(ports: Collection[int]) -> set[str]:
+    """Return the sockets of established connections at these ports of this host, as a link of /proc/PID/fd names them.
+
+    One that its client has closed or reset is not among them.
+    """
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == ESTABLISHED and int(fields[1].rpartition(":")[2], 16) in ports:
+            found.add(f"socket:[{fields[9]}]")
+    return found
+
+
+def process_figures(pid: int, clients: Collection[str] = ()) -> dict[str, float]:
+    """RSS and PSS in MiB, descriptors, threads, CPU seconds so far. Raises OSError for a process that is gone.
+
+    `clients`: sockets that are not counted as descriptors, because a client keeps them open: there are more of them
+    whenever the machine is slower.
+    """
     found: dict[str, float] = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith(("Rss:", "Pss:")):
             found[f"{line[:3].lower()}_mib"] = round(int(line.split()[1]) / 1024, 2)
-    found["descriptors"] = len(os.listdir(f"/proc/{pid}/fd"))
+    links = (_link(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd"))
+    found["descriptors"] = sum(link not in clients for link in links)
     found["threads"] = len(os.listdir(f"/proc/{pid}/task"))
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     found["cpu_s"] = (int(fields[11]) + int(fields[12])) / TICKS
     return found
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:  # closed since it was listed
+        return ""
 
 
 def quantile(values: list[float], share: float) -> float | None:
@@ -69,12 +96,13 @@ class Sampler:
         sample: dict[str, Any] = {"t": round(time.monotonic() - self._began_s, 2), "quiet": quiet}
         sample["processes"] = []
         on_cards = memory_on_cards() if self._service.device == "cuda" else {}
+        clients = client_sockets((self._service.http_port, self._service.ws_port))
         for part in self._service.parts():
             with contextlib.suppress(OSError):
                 lives = self._generations.setdefault(part.name, [])
                 if part not in lives:
                     lives.append(part)
-                figures = process_figures(part.pid)
+                figures = process_figures(part.pid, clients)
                 life = {"name": part.name, "life": lives.index(part), "pid": part.pid}
                 if part.pid in on_cards:
                     figures["device_mib"] = on_cards[part.pid]

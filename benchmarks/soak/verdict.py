@@ -26,7 +26,7 @@ LEAST_MINUTES = 10
 Z = 1.96
 # The least growth over a life that counts. `device_mib` is an engine's memory on a card.
 FIGURES = {"rss_mib": 2.0, "device_mib": 2.0, "descriptors": 3.0, "threads": 2.0}
-TOLD = {"in_use_mib": 2.0, "python_blocks": 2000.0}
+TOLD = {"in_use_mib": 2.0, "free_mib": 2.0, "python_blocks": 2000.0}
 SHARE = 0.02  # least growth of memory that counts, as a share: less may be an allocator's drift
 LASTING = ("engine", "http worker", "http", "ws", "up")  # parts that must each have been judged for a whole verdict
 # How long a process has to live for a verdict: some minutes more than are counted, because a minute may be cut.

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from benchmarks.soak.asks import Asker, Result
 from benchmarks.soak.disturbances import Disturbances
 from benchmarks.soak.faults import WEIGHTS, Faults
 from benchmarks.soak.load import filling_prompts
-from benchmarks.soak.samples import memory_on_cards
+from benchmarks.soak.samples import client_sockets, memory_on_cards, process_figures
 from benchmarks.soak.service import CLOCK_FOLDER, make_key
 from benchmarks.soak.verdict import WARM_UP_S, judge, theil_sen, verdicts
 from tests.core.builders import Run, make_capacity, make_request
@@ -231,6 +232,20 @@ def test_a_card_s_memory_is_read_by_process(tmp_path: Path, monkeypatch: pytest.
     assert memory_on_cards() == {41: 520.0, 42: 100.0}
     program.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
     assert memory_on_cards() == {}
+
+
+def test_a_connection_that_a_client_holds_open_is_no_descriptor_of_the_service_s() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        before = process_figures(os.getpid(), client_sockets([port]))["descriptors"]
+        client = socket.create_connection(("127.0.0.1", port))
+        accepted, _ = server.accept()
+        with accepted:
+            assert process_figures(os.getpid(), client_sockets([port]))["descriptors"] == before + 1  # the client's own
+            client.close()
+            assert (
+                process_figures(os.getpid(), client_sockets([port]))["descriptors"] == before + 1
+            )  # closed there alone
 
 
 def test_a_process_writes_what_its_heap_has_in_use(tmp_path: Path) -> None:

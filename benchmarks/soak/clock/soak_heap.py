@@ -1,6 +1,7 @@
 """Writes what a process's heap has in use to the file SOAK_HEAP/PID, every SOAK_HEAP_EVERY_S.
 
-`in_use_mib` is what malloc counts, large pieces that it maps included; `python_blocks` are the small objects that
+`in_use_mib` is what malloc counts, large pieces that it maps included; `free_mib` is what it holds and nobody uses;
+`python_blocks` are the small objects that
 Python's own allocator holds. A process whose RSS grows while both stay holds memory that it was given for a moment:
 fragments between live pieces, and arenas of threads. The engine and the websocket front end write; an HTTP worker does
 once it is forked, since its parent must have no other thread then.
@@ -33,7 +34,8 @@ def figures() -> dict[str, float]:
         return found
     mallinfo2.restype = _Mallinfo2
     told = mallinfo2()
-    return {"in_use_mib": round((told.uordblks + told.hblkhd) / 2**20, 2), **found}
+    in_use = told.uordblks + told.hblkhd
+    return {"in_use_mib": round(in_use / 2**20, 2), "free_mib": round(told.fordblks / 2**20, 2), **found}
 
 
 def _write(folder: str) -> None:
