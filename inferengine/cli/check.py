@@ -45,7 +45,7 @@ FROZEN_AFTER_MS = 30_000.0  # a loop that has not turned for so long hangs; it t
 PING_OPTIONS = {
     "options": (
         Option("--ready", "succeed only when the engine takes requests"),
-        Option("--timeout S", "longest wait for the answer, in seconds (default 5)", 5.0, kind=float),
+        Option("--timeout S", "longest wait for the answer, in seconds", 5.0, kind=float),
         Option("--json", "print the answer as JSON"),
     )
 }
