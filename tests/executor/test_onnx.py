@@ -23,10 +23,21 @@ from inferengine.config import Config
 from inferengine.engine.process import build_executor
 from inferengine.errors import ConfigError
 from inferengine.executor.onnx import export
+from inferengine.executor.onnx import model as onnx_model
 from inferengine.executor.onnx.export import MANIFEST, WEIGHTS, export_folder
-from inferengine.executor.onnx.model import Binding, resolve, runs_of, without_drafts
+from inferengine.executor.onnx.model import (
+    Binding,
+    RunLimit,
+    TokenRange,
+    in_pieces,
+    limit_of,
+    resolve,
+    runs_of,
+    without_drafts,
+)
 from inferengine.executor.settings import executor_settings
 from inferengine.executor.slots import columns_of
+from inferengine.kernels.batch import StepColumns
 from tests.executor.engine import Engine
 from tests.executor.test_isolation import NEVER, POISON, Poisoner
 from tests.models.checkpoints import FAMILIES, make_model, model_of, save
@@ -87,6 +98,60 @@ def test_a_step_may_have_more_tokens_than_the_model_has_positions(tmp_path: Path
     model = make_model("llama", max_position_embeddings=48)
     folder, prompts = save(model, tmp_path), prompts_of(30, 25, 31)
     assert onnx_engine(folder, budget=128).generate(prompts, 6) == Engine(folder, budget=128).generate(prompts, 6)
+
+
+def test_a_step_beyond_the_memory_of_a_run_takes_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of prompts behind a context, and decodes beside them, in pieces of a few queries or rows."""
+    prompts = [prompt * 2 for prompt in prompts_of(40, 9, 33, 3)]
+    expected = Engine(folder, budget=96).generate(prompts, 12)
+    shapes: list[tuple[int, int, int]] = []
+
+    def runs(columns: StepColumns, limit: RunLimit, **options: Any) -> Iterator[TokenRange]:
+        for run in runs_of(columns, limit, **options):
+            part = run.columns
+            rows, longest = len(part.row_slot), int(np.diff(part.query_start).max())
+            shapes.append((longest * rows, rows, int(part.row_len.max())))
+            yield run
+
+    monkeypatch.setattr(onnx_model, "runs_of", runs)
+    monkeypatch.setattr(onnx_model, "RUN_BYTES", 50_000)
+    engine = onnx_engine(folder, budget=96)
+    assert engine.generate(prompts, 12) == expected
+    limit = limit_of(engine.executor.model.config)
+    assert all(limit.has_room(*shape) for shape in shapes)
+    assert any(rows > 1 for _, rows, _ in shapes)
+    assert any(queries > rows for queries, rows, _ in shapes)
+
+
+def step_of(folder: Path, starts: list[int], counts: list[int]) -> StepColumns:
+    plan = one_prompt(onnx_engine(folder), [1])
+    return columns_of(
+        plan._replace(
+            slots=list(range(len(starts))),
+            starts=starts,
+            counts=counts,
+            samples=[True] * len(starts),
+            num_decodes=0,
+            num_tokens=sum(counts),
+            num_drafts=[0] * len(starts),
+        )
+    )
+
+
+def test_a_row_is_split_only_where_it_is_beyond_the_limit(folder: Path) -> None:
+    columns = step_of(folder, [0, 10, 100], [8, 1, 5])
+    assert in_pieces(columns, RunLimit(most=10_000, score=1, key=8)) is columns
+    pieces = in_pieces(columns, RunLimit(most=1050, score=1, key=8))  # behind 105 keys two queries have room
+    assert pieces.row_slot.tolist() == [0, 1, 2, 2, 2]
+    assert pieces.row_start.tolist() == [0, 10, 100, 102, 104]
+    assert pieces.row_len.tolist() == [8, 11, 102, 104, 105]
+    assert np.diff(pieces.query_start).tolist() == [8, 1, 2, 2, 1]
+
+
+def test_decodes_behind_long_contexts_are_divided_among_runs(folder: Path) -> None:
+    columns = step_of(folder, [99, 99, 99, 99, 9], [1] * 5)
+    runs = runs_of(columns, RunLimit(most=2 * 100 * 9, score=1, key=8))
+    assert [(run.first, run.last) for run in runs] == [(0, 2), (2, 4), (4, 5)]
 
 
 def test_on_a_card_a_graph_begins_when_torch_has_made_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +251,9 @@ def test_decodes_share_a_run_with_short_rows_and_long_prompts_have_one_each(fold
         num_decodes=2, num_tokens=105, num_drafts=[0, 0, 2, 0, 0],
     )  # fmt: skip
     columns = columns_of(plan)
-    assert [(run.first, run.last) for run in runs_of(columns)] == [(0, 5), (5, 105)]
-    assert [(run.first, run.last) for run in runs_of(columns, alone=True)] == [
+    limit = RunLimit(most=1 << 20, score=4, key=4)
+    assert [(run.first, run.last) for run in runs_of(columns, limit)] == [(0, 5), (5, 105)]
+    assert [(run.first, run.last) for run in runs_of(columns, limit, alone=True)] == [
         (0, 1),
         (1, 2),
         (2, 5),

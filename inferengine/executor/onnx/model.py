@@ -5,7 +5,10 @@ are passed by address (I/O binding): nothing is copied between torch and ONNX Ru
 values into the executor's own cache (export.py).
 
 A step is divided into runs of the graph. The queries of a run are padded to its longest row, so a run takes adjacent
-rows of similar length: all decodes, with short drafts, are one run, and a prompt is mostly a run of its own.
+rows of similar length: all decodes, with short drafts, are one run, and a prompt is mostly a run of its own. In each
+layer the graph writes out the scores of all queries and keys, and the keys and values that it gathers. So many rows, or
+a long prompt, behind long contexts take several runs, which bounds this memory: the measured step that sizes the KV
+cache on a card has no context.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from inferengine.executor.settings import ExecutorSettings, choose_device
 from inferengine.kernels.batch import Batch, StepColumns
 from inferengine.kernels.ops import Ops
 from inferengine.layers.attention import Attention
+from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.parallel import KEY, Communicator
 from inferengine.models.decoder import DecoderModel
 from inferengine.models.hf_config import read_json
@@ -41,6 +45,7 @@ INT8 = "int8_w8a8"  # the value of model.quantization that means ONNX Runtime's 
 NUMBERS = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int64}
 PADDING = 1.5  # a run has at most PADDING * tokens + SPARE queries, padding included
 SPARE = 16
+RUN_BYTES = 1 << 30  # most that a run's scores, keys and values take in a layer; a single query may take more
 GROW = "kSameAsRequested"  # allocate CUDA memory only as needed, since the KV cache takes most of it
 
 
@@ -104,15 +109,41 @@ class TokenRange(NamedTuple):
     columns: StepColumns
 
 
-def runs_of(columns: StepColumns, *, alone: bool = False) -> Iterator[TokenRange]:
-    """Divide a step's rows into runs of similar length. `alone`: one run for each row."""
+class RunLimit(NamedTuple):
+    """How large a run may be: bytes in all, for a query's score of one key, and for one key and its value."""
+
+    most: int
+    score: int
+    key: int
+
+    def has_room(self, queries: int, rows: int, context: int) -> bool:
+        """Return whether a run of this shape, padded, is within the limit."""
+        return context * (queries * self.score + rows * self.key) <= self.most
+
+    def most_queries(self, context: np.ndarray) -> np.ndarray:
+        """Return the most queries of one row, by its context; at least 1."""
+        found: np.ndarray = np.maximum(1, (self.most // context - self.key) // self.score)
+        return found
+
+
+def limit_of(config: DecoderConfig) -> RunLimit:
+    """Return the limit for a model's numbers, which are fp32."""
+    size = torch.float32.itemsize
+    return RunLimit(RUN_BYTES, size * config.num_heads, 2 * size * config.num_kv_heads * config.head_dim)
+
+
+def runs_of(columns: StepColumns, limit: RunLimit, *, alone: bool = False) -> Iterator[TokenRange]:
+    """Divide a step's rows into runs of similar length, each within the limit unless it is one row. `alone`: one run
+    for each row."""
     bounds, num_rows, begin = columns.query_start, len(columns.row_slot), 0
     while begin < num_rows:
-        end, longest = begin, 0
+        end, longest, context = begin, 0, 0
         while end < num_rows:
             longest = max(longest, int(bounds[end + 1] - bounds[end]))
-            tokens = int(bounds[end + 1] - bounds[begin])
-            if end > begin and (alone or longest * (end + 1 - begin) > PADDING * tokens + SPARE):
+            context = max(context, int(columns.row_len[end]))
+            tokens, rows = int(bounds[end + 1] - bounds[begin]), end + 1 - begin
+            is_padded = longest * rows > PADDING * tokens + SPARE
+            if rows > 1 and (alone or is_padded or not limit.has_room(longest * rows, rows, context)):
                 break
             end += 1
         first, last = int(bounds[begin]), int(bounds[end])
@@ -132,7 +163,22 @@ def runs_of(columns: StepColumns, *, alone: bool = False) -> Iterator[TokenRange
 def without_drafts(columns: StepColumns) -> StepColumns:
     """Return the step with the rows that verify draft tokens split into one row for each token."""
     verifies = np.bincount(columns.sample_rows, minlength=len(columns.row_slot)) > 1
-    begins = verifies[columns.token_row]
+    return _split(columns, verifies[columns.token_row])
+
+
+def in_pieces(columns: StepColumns, limit: RunLimit) -> StepColumns:
+    """Return the step with the rows beyond the limit split into shorter ones. A later one finds the keys of those
+    before it in the cache."""
+    most_queries = limit.most_queries(columns.row_len.astype(np.int64))
+    if (np.diff(columns.query_start) <= most_queries).all():
+        return columns
+    within = _arange(len(columns.positions)) - columns.query_start[:-1][columns.token_row]
+    return _split(columns, within % most_queries[columns.token_row] == 0)
+
+
+def _split(columns: StepColumns, begins: np.ndarray) -> StepColumns:
+    """Return the step with a row that begins at each of these tokens, beside those where its own rows begin. It draws
+    nothing."""
     begins[columns.query_start[:-1]] = True
     first = np.flatnonzero(begins).astype(np.int32)
     bounds = np.append(first, np.int32(len(begins)))
@@ -215,6 +261,7 @@ class OnnxModel(DecoderModel):
         self._body, self._head = bindings["body"], bindings["head"]
         self.embed, self.layers, self.head = export.model.embed, export.model.layers, export.model.head
         self.norm = OnnxNorm(bindings["norm"])
+        self._limit = limit_of(self.config)
         self._attentions = [module for module in self.modules() if isinstance(module, Attention)]
         self._bound: list[torch.Tensor | None] = []  # the cache that the body reads and writes
         self._angles: list[torch.Tensor] = []
@@ -228,15 +275,17 @@ class OnnxModel(DecoderModel):
         if batch.isolated:
             self._clear(batch, columns)
             columns = without_drafts(columns)
+        columns = in_pieces(columns, self._limit)
         hidden = torch.empty(batch.num_tokens, self.config.hidden_size, dtype=torch.float32, device=self._device)
-        for run in runs_of(columns, alone=batch.isolated):
+        for run in runs_of(columns, self._limit, alone=batch.isolated):
             self._run(batch, run, hidden)
         return hidden
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[N, E] rows of the residual stream -> [N, V]."""
+        x = x.contiguous()  # kept until the run has ended
         out = torch.empty(len(x), self.config.vocab_size, dtype=torch.float32, device=x.device)
-        self._head.input("hidden", x.contiguous())
+        self._head.input("hidden", x)
         self._head.output("logits", out)
         self._head.run()
         return out
