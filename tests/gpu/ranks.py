@@ -27,7 +27,7 @@ import torch
 
 from inferengine.bench.environment import write_result
 
-PROMPT_LENGTHS = (3, 37, 17, 29)
+PROMPT_LENGTHS = (3, 137, 117, 129)
 MOST_DIFFERENCE = 1e-4  # of log-probabilities, in fp32
 CASES = ("llama", "qwen3", "gemma3", "qwen2-moe", "gpt-oss", "deepseek-v2", "embedded")
 DEFAULT_CASES = tuple(name for name in CASES if name != "deepseek-v2")
@@ -73,7 +73,7 @@ class Run:
         from tests.executor.engine import Engine
 
         build: Callable[..., Any] = build_executor if self._pair is None else self._pair.build
-        values = {"num_blocks": 64, "block_size": 16, **values}
+        values = {"budget": 128, "num_blocks": 64, "block_size": 16, **values}
         model = {"dtype": "float32", **values.pop("model", {})}
         engine = Engine(self._folder, build=build, device=self._device, model=model, **values)
         engine.executor.warm_up(lambda phase, share: None)
@@ -86,7 +86,7 @@ class Run:
             self._launched.add(engine.executor.launched)
 
     def chunks_preemption_and_prefixes(self) -> None:
-        engine = self.engine(budget=64 if self._folder.name.startswith("deepseek") else 16, num_blocks=10)
+        engine = self.engine(num_blocks=30)
         for again in range(2):
             uids = [engine.submit(prompt, 40, logprobs=5) for prompt in prompts()]
             self.run(engine)
@@ -100,7 +100,7 @@ class Run:
     def what_requests_ask_for(self) -> None:
         from tests.core.builders import ThirdsGrammar
 
-        engine = self.engine(max_num_seqs=8, budget=24)
+        engine = self.engine(max_num_seqs=8)
         asked = [
             engine.submit(prompts()[0], 12, temperature=0.8, top_p=0.9, top_k=40, seed=7),
             engine.submit(prompts()[1], 24, grammar=ThirdsGrammar()),
