@@ -22,6 +22,22 @@ class StepColumns(NamedTuple):
     sample_positions: np.ndarray
 
 
+MOST_GROUPS = 8  # of rows that share a prefix, in a step
+
+
+class SharedPrefixColumns(NamedTuple):
+    """Groups of a step's decode rows whose block tables begin with the same blocks, int32 on the device.
+
+    `lengths` [R]: tokens in the prefix of each row, fewer than it has; 0 outside of any group. `members` [R]: the rows
+    of all groups, group by group. `groups` [3, MOST_GROUPS]: of each group the index of its first row in `members`, the
+    number of its rows, and the tokens of its prefix; zeros for groups that there are not.
+    """
+
+    lengths: torch.Tensor
+    members: torch.Tensor
+    groups: torch.Tensor
+
+
 class SlotMapping:
     """Where each token's K and V are written, by KV group. Computed when a group is first indexed: fused decode kernels
     work out the place themselves and never index it."""
@@ -64,6 +80,7 @@ class Batch:
         "sample_rows",
         "sample_slots",
         "sample_tokens",
+        "shared_prefixes",
         "slot_mapping",
         "token_row",
         "token_slot",
@@ -91,8 +108,10 @@ class Batch:
     sample_positions: torch.Tensor  # [N] int32, index of the token to be drawn
     plans: list[Any]
     decode_kv_cache: Any  # a cpu.decode_kv_cache.DecodeKvCache on the CPU; None elsewhere
+    shared_prefixes: SharedPrefixColumns | None  # of layers with full attention, on CUDA; None: nothing is shared
     isolated: bool  # on the CPU: compute each row apart, because some hold NaN
 
     def __init__(self) -> None:
         self.decode_kv_cache = None
+        self.shared_prefixes = None
         self.isolated = False

@@ -146,6 +146,18 @@ class DecodeConfig(NamedTuple):
     fused: bool = True
 
 
+class PrefixConfig(NamedTuple):
+    """attention/shared_prefix.py: queries of a tile (rows x heads of a KV head, padded to a power of two), tokens per
+    tile, the most parts of a prefix, of which there is one more for each `min_tiles` of it."""
+
+    block_m: int
+    block_tokens: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+    min_tiles: int = 2
+
+
 class PrefillConfig(NamedTuple):
     """attention/prefill.py: rows (tokens x heads of a group) and keys per tile. `tma`: load tiles with the tensor
     memory accelerator where the cache's blocks allow it. `fill`: programs that fill the device; where there are fewer,
@@ -792,6 +804,29 @@ def decode_rule(num_rows: int, num_kv_heads: int, head_dim: int) -> DecodeConfig
         for dims, counts, config in DECODE_ATTENTION
         if dims.first <= head_dim <= dims.last and counts.first <= programs <= counts.last
     )
+
+
+LARGEST_QUERY_TILE = 128  # queries that a program of shared-prefix attention takes
+PROGRAMS = 264  # two for each of a Hopper card's multiprocessors
+
+
+@lru_cache(maxsize=256)
+def prefix_attention_config(
+    num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, *, is_fp32: bool
+) -> PrefixConfig | None:
+    """Return the configuration of attention over shared prefixes for a step of so many rows. None: the query heads of a
+    KV head, or one head, do not fit into a tile. Not measured: tiles are as of prompts, and parts as for one group
+    of all rows."""
+    heads = 1 << (num_heads // num_kv_heads - 1).bit_length()  # of a row, in a tile
+    largest = 32 if is_fp32 else 64 if head_dim > 128 else LARGEST_QUERY_TILE
+    if heads > LARGEST_QUERY_TILE or head_dim > 256:
+        return None
+    queries = 1 << (num_rows * heads - 1).bit_length()
+    block_m = max(16, heads, min(queries, largest))
+    programs = num_kv_heads * max(1, num_rows * heads // block_m)
+    splits = max(1, min(32, 1 << (PROGRAMS // programs).bit_length() - 1)) if programs <= PROGRAMS else 1
+    wide = head_dim > 128 or is_fp32
+    return PrefixConfig(block_m, 32 if wide else 64, splits, 8 if block_m >= 128 else 4, 2 if wide else 3)
 
 
 @lru_cache(maxsize=64)

@@ -43,6 +43,12 @@ class Scratch:
         self.partial = torch.empty(num_floats, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(num_counters, dtype=torch.int32, device=device)
 
+    def behind(self, num_floats: int) -> Scratch:
+        """Return the same memory without its first floats, and the same counters."""
+        rest = Scratch.__new__(Scratch)
+        rest.partial, rest.arrived = self.partial[num_floats:], self.arrived
+        return rest
+
     def splits(self, wanted: int, tiles: int, tile_floats: int) -> int:
         """Return how many programs may share each tile: as many as wanted, one where their parts have no room."""
         room = wanted * tiles * tile_floats <= self.partial.numel() and tiles <= self.arrived.numel()

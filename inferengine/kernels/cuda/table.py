@@ -16,6 +16,7 @@ from inferengine.kernels.cuda import activation, norm
 from inferengine.kernels.cuda.attention.decode import chosen_config, decode_attention, decode_attention_qkv
 from inferengine.kernels.cuda.attention.latent import head_products, latent_decode, latent_prefill, latent_rope_write
 from inferengine.kernels.cuda.attention.prefill import prefill_attention
+from inferengine.kernels.cuda.attention.shared_prefix import shared_decode_attention
 from inferengine.kernels.cuda.dispatch import Kernel, KernelChoice, Operands, Product, candidates
 from inferengine.kernels.cuda.gemm.dense_small_m import gemv, tiled
 from inferengine.kernels.cuda.gemm.dense_tma import tma_fits, tma_parts, tma_tiled
@@ -184,10 +185,11 @@ class CudaKernels:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with packed qkv -> [T, H * D], and write K and V to the cache; one kernel when every row is a
-        decode, unless two were measured to be faster."""
+        decode, unless two were measured to be faster. Three where rows share prefixes, which a window hides."""
         rows = batch.num_tokens
+        shared = None if window is not None or self.deterministic else batch.shared_prefixes
         config = None
-        if rows == batch.num_decodes and not self.deterministic:
+        if rows == batch.num_decodes and not self.deterministic and shared is None:
             config = chosen_config(qkv, num_heads, kv, window)
         if config is not None and config.fused:
             return decode_attention_qkv(
@@ -207,6 +209,11 @@ class CudaKernels:
             num_kv_heads,
             kv_scales,
         )
+        if shared is not None:
+            return shared_decode_attention(
+                q, kv, batch.row_slot, batch.row_len, batch.block_tables[group], shared, scale, softcap, self.scratch,
+                kv_scales=kv_scales, sinks=sinks,
+            )  # fmt: skip
         return self.attention(q, kv, batch, group, scale, window, softcap, kv_scales, sinks)
 
     def latent_attention(

@@ -9,12 +9,15 @@ spares a decode layer one kernel; the new token enters the softmax from register
 A program loads a tile of keys and values, rotates its queries, attends, and combines the splits' partial results. With
 few rows it has one tile, and its time is the sum of the waits of one warp. Tensors that are combined therefore have one
 shape, heads by elements, even where all rows are equal: the compiler would convert other shapes through shared memory.
+
+Where rows begin with the same blocks, shared_prefix.py attends these for all of them first. A row's first program then
+begins with what was found there (`PrefixParts`), and its programs share the rest of the context.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,6 +29,28 @@ from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pd
 from inferengine.kernels.cuda.split_k import NUM_FLOATS, Scratch
 
 MAX_SPLITS = 64
+
+
+class PrefixParts(NamedTuple):
+    """What attention over the first keys of rows gave, in `splits` parts: results [B, K, splits, H / K, D] and their
+    log-sum-exp in units of log 2 [B, K, splits, H / K], fp32. `lengths` [B] int32: how many keys of a row were
+    attended to, 0 for none. `block_tokens` and `min_tiles` say into how many parts a length was divided."""
+
+    lengths: torch.Tensor
+    results: torch.Tensor
+    logsumexp: torch.Tensor
+    splits: int
+    block_tokens: int
+    min_tiles: int
+
+
+@triton.jit
+def share_of_tiles(num_tiles, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
+    """Return how many of a context's tiles each program takes, as equal as they get, and how many programs have some:
+    one more for each MIN_TILES, at most SPLITS."""
+    wanted = tl.minimum(tl.maximum(tl.cdiv(num_tiles, MIN_TILES), 1), SPLITS)
+    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, wanted), 1)
+    return tiles_per_split, tl.cdiv(num_tiles, tiles_per_split)
 
 
 @triton.jit
@@ -158,7 +183,8 @@ def combined_splits(
     SPLITS: tl.constexpr,
 ):
     """The parts of splits 0 to `active` - 1 [split, GROUP, HEAD_DIM] from `first_head` on, in this order -> the heads'
-    results [BLOCK_GROUP, BLOCK_DIM]. Other programs wrote them: read past L1."""
+    sums of values [BLOCK_GROUP, BLOCK_DIM] and of weights, and the largest score, as `attend_tile` keeps them. Other
+    programs wrote them: read past L1."""
     STEP: tl.constexpr = 8 if SPLITS > 4 else 4 if SPLITS > 2 else 2
     best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     norm = tl.zeros([BLOCK_GROUP], tl.float32)
@@ -180,7 +206,7 @@ def combined_splits(
         norm = norm * shrink + tl.sum(weight, axis=1)
         result = result * shrink[:, None] + tl.sum(part * weight[:, :, None], axis=1)
         best = new_best
-    return result / tl.maximum(norm, 1.0e-30)[:, None]
+    return result, norm, best
 
 
 def decode_attention(
@@ -199,19 +225,21 @@ def decode_attention(
     num_splits: int | None = None,
     tuning: DecodeConfig | None = None,
     sinks: torch.Tensor | None = None,
+    prefixes: PrefixParts | None = None,
 ) -> torch.Tensor:
     """Attend with q [B, H, D] -> [B, H*D]. Row b attends to positions [0, row_len[b]) of slot row_slot[b] (the last
     `window`).
 
     `kv` [num_blocks, 2, K, block_size, D], `block_table` [S, max_blocks] int32. A row of length 0 (padding of a graph)
     gives zeros. `num_splits` fixed by the caller makes a row's result independent of B (deterministic mode). `sinks`
-    [H] fp32: of each head a score that stands for no key.
+    [H] fp32: of each head a score that stands for no key. `prefixes`: what was found in the rows' first keys, fewer
+    than row_len[b], which are not attended to again; without a window only.
     """
     num_rows, num_heads, head_dim = q.shape
     out = q.new_empty(num_rows, num_heads * head_dim) if out is None else out
     _launch(
         q, None, None, None, 0.0, None, kv, row_slot, row_len, block_table, num_heads, scale, window, softcap,
-        scratch, out, kv_scales, num_splits, tuning, sinks,
+        scratch, out, kv_scales, num_splits, tuning, sinks, prefixes,
     )  # fmt: skip
     return out
 
@@ -303,6 +331,7 @@ def _launch(
     num_splits: int | None,
     tuning: DecodeConfig | None,
     sinks: torch.Tensor | None,
+    prefixes: PrefixParts | None = None,
 ) -> None:
     num_rows, num_kv_heads, block_size, head_dim = q.shape[0], kv.shape[2], kv.shape[3], kv.shape[4]
     if num_rows == 0:
@@ -333,6 +362,9 @@ def _launch(
         scratch.partial[num_rows * splits * num_heads * head_dim :],
         scratch.arrived,
         scratch.partial if sinks is None else sinks,
+        row_len if prefixes is None else prefixes.lengths,
+        scratch.partial if prefixes is None else prefixes.results,
+        scratch.partial if prefixes is None else prefixes.logsumexp,
         q.stride(0),
         block_table.stride(0),
         kv.stride(0),
@@ -359,6 +391,9 @@ def _launch(
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
+        PREFIX_SPLITS=0 if prefixes is None else prefixes.splits,
+        PREFIX_BLOCK_T=1 if prefixes is None else prefixes.block_tokens,
+        PREFIX_MIN_TILES=1 if prefixes is None else prefixes.min_tiles,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
         **options,
@@ -380,6 +415,9 @@ def _decode_kernel(
     logsumexp_ptr,
     arrived_ptr,
     sinks_ptr,
+    prefix_len_ptr,
+    prefix_partial_ptr,
+    prefix_logsumexp_ptr,
     q_stride,
     table_stride,
     kv_block_stride,
@@ -406,6 +444,9 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr,
+    PREFIX_BLOCK_T: tl.constexpr,
+    PREFIX_MIN_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Attend with one query a row over its paged context: q [B, H, D] or, with PACKED, qkv [B, (H + 2 K) * D] -> out
@@ -413,10 +454,12 @@ def _decode_kernel(
 
     Grid: (KV heads, splits of a context, B). A program attends with the GROUP query heads of one KV head over its share
     of the row's tiles; with PACKED it rotates the query first, and the last split writes the new key and value. Of
-    several splits the last one to arrive combines all.
+    several splits the last one to arrive combines all. With PREFIX_SPLITS (not PACKED, no WINDOW) a context begins
+    behind the row's prefix, with whose results the first split begins.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    HAS_BEGIN: tl.constexpr = WINDOW or PREFIX_SPLITS > 0  # keys before `begin` may lie in the first tile
     allow_next(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -431,11 +474,12 @@ def _decode_kernel(
     # Which part of the context this program reads. Whole tiles, the same whatever the number of rows.
     end = length - 1 if PACKED else length
     begin = tl.maximum(length - window, 0) if WINDOW else 0
+    if PREFIX_SPLITS > 0:
+        begin = tl.load(prefix_len_ptr + row)
     first_tile = begin // BLOCK_T
     num_tiles = tl.maximum(tl.cdiv(end, BLOCK_T) - first_tile, 0)
-    wanted = tl.minimum(tl.maximum(tl.cdiv(num_tiles, MIN_TILES), 1), SPLITS)
-    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, wanted), 1)  # as equal as they get
-    active = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
+    tiles_per_split, active = share_of_tiles(num_tiles, SPLITS, MIN_TILES)
+    active = tl.maximum(active, 1)
     if split >= active:
         return  # split 0 of the row waits for the previous kernel
     if length <= 0:
@@ -495,16 +539,24 @@ def _decode_kernel(
     else:
         wait_for_previous(PDL)
         q = tl.load(q_at + d, mask=mask, other=0.0)
-        peak = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_GROUP], tl.float32)
-        acc = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
+        if PREFIX_SPLITS > 0:
+            _share, parts = share_of_tiles(tl.cdiv(begin, PREFIX_BLOCK_T), PREFIX_SPLITS, PREFIX_MIN_TILES)
+            first_part = (row * NUM_KV_HEADS + kv_head).to(tl.int64) * PREFIX_SPLITS * GROUP
+            acc, total, peak = combined_splits(
+                prefix_partial_ptr, prefix_logsumexp_ptr, first_part, tl.where(split == 0, parts, 0), g, d, GROUP,
+                BLOCK_GROUP, HEAD_DIM, BLOCK_DIM, PREFIX_SPLITS,
+            )  # fmt: skip
+        else:
+            peak = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_GROUP], tl.float32)
+            acc = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
     for start in range(tile_begin, tile_end, BLOCK_T):
         k, v = load_tile(
             head_ptr, table_row, start, tile_end, kv_block_stride, kv_value_stride, HEAD_DIM, BLOCK_DIM,
             BLOCK_SIZE, BLOCK_T,
         )  # fmt: skip
         acc, total, peak = attend_tile(
-            acc, total, peak, q, k, v, start, tile_end, begin, scale, softcap, BLOCK_T, WINDOW, SOFTCAP
+            acc, total, peak, q, k, v, start, tile_end, begin, scale, softcap, BLOCK_T, HAS_BEGIN, SOFTCAP
         )
 
     if SINKS:  # the row's first program counts them
@@ -533,7 +585,8 @@ def _decode_kernel(
         return
     tl.debug_barrier()
     tl.store(arrived_ptr + unit, 0)
-    result = combined_splits(
+    result, norm, _best = combined_splits(
         partial_ptr, logsumexp_ptr, first_head, active, g, d, GROUP, BLOCK_GROUP, HEAD_DIM, BLOCK_DIM, SPLITS
     )
+    result = result / tl.maximum(norm, 1.0e-30)[:, None]
     tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=mask)
