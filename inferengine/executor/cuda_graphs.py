@@ -4,7 +4,9 @@ guide, "CUDA Graphs".
 DecodeGraphs: one launch per step for every batch size. A graph holds the model, the head and the draw for a padded
 batch; all sizes share one memory pool. The inputs of a step are copied from pinned memory into one int32 buffer: slot,
 position, length and place of the input token of every row. Padded rows belong to the scratch slot. Draws that need more
-than temperature and filters run after the graph, on its logits.
+than temperature and filters run after the graph, on its logits. Steps whose rows share prefixes have graphs of their
+own, for fewer sizes and up to the logits; further columns say who shares what (memory/prefix_groups.py). Other steps
+run the graphs that know nothing of it, and cost what they did.
 
 MixedGraphs: steps of some decodes and some prompt tokens, for sizes that the host launches more slowly than the device
 runs them. A step is padded to the next captured shape: decode rows to `decodes`, prompt tokens to `prompt_tokens`,
@@ -27,8 +29,9 @@ import torch
 
 from inferengine.core.executor import StepPlan
 from inferengine.executor.memory.kv_cache import GroupCache
+from inferengine.executor.memory.prefix_groups import PrefixGroups, RowGroups
 from inferengine.executor.slots import Slots
-from inferengine.kernels.batch import Batch, SlotMapping, StepColumns
+from inferengine.kernels.batch import MOST_GROUPS, Batch, SharedPrefixColumns, SlotMapping, StepColumns
 from inferengine.kernels.ops import Ops
 from inferengine.kernels.reference.ops import FILTER, RANDOM
 from inferengine.models.decoder import DecoderModel
@@ -37,6 +40,8 @@ from inferengine.models.layer_kinds import layers_of_each_kind, with_layers
 T = TypeVar("T")
 
 COLUMNS = 4  # row_slot, row_start, row_len, place of the input token in slots.tokens
+SHARED_COLUMNS = 5  # where rows share prefixes: lengths, members, and three of groups
+SHARED_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows of graphs of steps that share prefixes
 RING = 4  # pinned buffers used in turn: more than the steps that can be under way
 DRAWS = (0, RANDOM, RANDOM | FILTER)  # sampler features that a graph can hold: their inputs have fixed addresses
 SLOW_TOKENS = 448  # tokens of a step that is slower than one of 512: 15.9 ms and 13.4 for the 8B on an H200 (cuBLAS)
@@ -103,6 +108,12 @@ def graphs_to_capture(max_rows: int, slow_rows: Collection[int] = ()) -> list[tu
     return [(size, needs) for size in reversed(sizes) for needs in captured_draws(size)]
 
 
+def shared_sizes(max_rows: int, slow_rows: Collection[int] = ()) -> list[int]:
+    """The batch sizes to capture for steps whose rows share prefixes: some of those that are captured anyway."""
+    sizes = {size for size, _ in graphs_to_capture(max_rows, slow_rows)}
+    return sorted(sizes.intersection((*SHARED_SIZES, max_rows)) - {1})
+
+
 class DecodeGraphs:
     """All captured decode steps of a model. `needs` are the sampler features that a graph draws with; None: it ends
     with the logits."""
@@ -115,34 +126,48 @@ class DecodeGraphs:
         group_caches: list[GroupCache],
         max_rows: int,
         slow_rows: Collection[int] = (),
+        prefix_groups: PrefixGroups | None = None,
     ) -> None:
+        """`prefix_groups` finds which rows share prefixes; None: every row is attended by itself."""
         self.model, self.ops, self.slots, self.group_caches = model, ops, slots, group_caches
         self._graphs = graphs_to_capture(max_rows, slow_rows)
         self.sizes = sorted({size for size, _ in self._graphs})
+        self.prefix_groups = prefix_groups
+        self.shared_sizes = [] if prefix_groups is None else shared_sizes(max_rows, slow_rows)
         device = slots.device
-        self._columns = torch.zeros(COLUMNS, max_rows, dtype=torch.int32, device=device)
+        columns, width = COLUMNS + SHARED_COLUMNS, max(max_rows, MOST_GROUPS)
+        self._columns = torch.zeros(columns, width, dtype=torch.int32, device=device)
         self._columns[0].fill_(slots.num_slots)
         self._columns[2].fill_(1)
         self._columns[3].fill_(slots.num_slots * slots.tokens.shape[1])
         self._counting = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._pinned = [torch.empty(COLUMNS, max_rows, dtype=torch.int32, pin_memory=True) for _ in range(RING)]
+        is_pinned = device.type == "cuda"
+        self._pinned = [torch.zeros(columns, width, dtype=torch.int32, pin_memory=is_pinned) for _ in range(RING)]
         self._next = 0
         self._captured: dict[tuple[int, int | None], CapturedStep] = {}
+        self._captured_shared: dict[int, CapturedStep] = {}
 
     def capture_all(self, capture: GraphCapture, progress: Callable[[float], None]) -> None:
-        """Capture every size, with each of its draws."""
+        """Capture every size, with each of its draws, and those whose rows share prefixes."""
+        total = len(self._graphs) + len(self.shared_sizes)
         for index, (size, needs) in enumerate(self._graphs):
-            graph, (logits, ids) = capture.capture(partial(self._compute, size, needs))
+            graph, (logits, ids) = capture.capture(partial(self.compute, size, needs))
             self._captured[size, needs] = CapturedStep(graph, logits, ids)
-            progress((index + 1) / len(self._graphs))
+            progress((index + 1) / total)
+        for index, size in enumerate(reversed(self.shared_sizes)):
+            graph, (logits, ids) = capture.capture(partial(self.compute, size, None, shares=True))
+            self._captured_shared[size] = CapturedStep(graph, logits, ids)
+            progress((len(self._graphs) + index + 1) / total)
 
     def run_all_eagerly(self) -> None:
         """Run every step to capture once without a graph, to compile its kernels. The draw's kernels are the same for
         any number of rows."""
         for size in self.sizes:
-            self._compute(size, None)
+            self.compute(size, None)
+        for size in self.shared_sizes:
+            self.compute(size, None, shares=True)
         for needs in DRAWS:
-            self._compute(self.sizes[0], needs)
+            self.compute(self.sizes[0], needs)
 
     def draws_for(self, num_rows: int, needs: int) -> int | None:
         """The `needs` of the graph for a step of `num_rows` rows whose draws need these features."""
@@ -151,12 +176,28 @@ class DecodeGraphs:
     def _padded(self, num_rows: int) -> int:
         return next(size for size in self.sizes if size >= num_rows)
 
-    def run(self, columns: StepColumns, needs: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launch the step. Returns (logits [N, V], ids [N] or None), views that the next launch overwrites."""
+    def begin(self, plan: StepPlan) -> None:
+        """Take in the changes of block tables of a step that is about to run, whatever launches it."""
+        if self.prefix_groups is not None:
+            self.prefix_groups.begin(plan)
+
+    def shared_prefixes(self, columns: StepColumns) -> RowGroups | None:
+        """Return which rows of a step of decodes share prefixes; None where nothing is, or it does not pay."""
+        return None if self.prefix_groups is None else self.prefix_groups.find(columns)
+
+    def run(
+        self, columns: StepColumns, needs: int | None, shared: RowGroups | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launch the step. Returns (logits [N, V], ids [N] or None), views that the next launch overwrites. With
+        `shared` prefixes it ends with the logits."""
         count = len(columns.row_slot)
-        size = self._padded(count)
-        self._upload(columns, count, size)
-        captured = self._captured[size, needs]
+        if shared is not None:
+            size = next(size for size in self.shared_sizes if size >= count)
+            captured = self._captured_shared[size]
+        else:
+            size = self._padded(count)
+            captured = self._captured[size, needs]
+        self.upload(columns, size, shared)
         captured.graph.replay()
         return captured.logits[:count], None if captured.ids is None else captured.ids[:count]
 
@@ -176,12 +217,23 @@ class DecodeGraphs:
         batch.plans = []
         return batch
 
+    def shared_batch(self, size: int) -> Batch:
+        """The static batch of `size` rows of which some share prefixes, without its input tokens."""
+        batch = self.batch(size)
+        columns = self._columns[COLUMNS:]
+        batch.shared_prefixes = SharedPrefixColumns(columns[0, :size], columns[1, :size], columns[2:, :MOST_GROUPS])
+        return batch
+
     def input_ids(self, size: int) -> torch.Tensor:
         """Look the rows' input tokens up on the device: [size] int32."""
         return self.slots.tokens.view(-1).index_select(0, self._columns[3, :size])
 
-    def _compute(self, size: int, needs: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        batch = self.batch(size)
+    def compute(
+        self, size: int, needs: int | None, *, shares: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute the logits [size, V] of what was uploaded, and its draws: what a graph holds. `shares`: some rows
+        share prefixes."""
+        batch = self.shared_batch(size) if shares else self.batch(size)
         batch.input_ids = self.input_ids(size)
         batch.plans = [
             self.ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(self.group_caches)
@@ -191,8 +243,10 @@ class DecodeGraphs:
             return logits, None
         return logits, self.ops.sample(logits, self.slots, batch.sample_slots, batch.sample_positions, needs)
 
-    def _upload(self, columns: StepColumns, count: int, size: int) -> None:
-        """Copy the plan's columns through pinned memory; rows [count, size) become the scratch slot's."""
+    def upload(self, columns: StepColumns, size: int, shared: RowGroups | None = None) -> None:
+        """Copy the plan's columns through pinned memory; rows up to `size` that it has not become the scratch slot's,
+        which are in no group."""
+        count = len(columns.row_slot)
         pinned = self._pinned[self._next]
         self._next = (self._next + 1) % RING
         host: np.ndarray = pinned.numpy()
@@ -202,7 +256,14 @@ class DecodeGraphs:
         scratch = self.slots.num_slots
         host[0, count:size], host[1, count:size], host[2, count:size] = scratch, 0, 1
         host[3, count:size] = scratch * width
-        self._columns.copy_(pinned, non_blocking=True)
+        num_columns = COLUMNS
+        if shared is not None:
+            num_columns += SHARED_COLUMNS
+            further = host[COLUMNS:]
+            further[0, :count], further[0, count:size] = shared.lengths, 0
+            further[1, : len(shared.members)] = shared.members
+            further[2:, :MOST_GROUPS] = shared.groups
+        self._columns[:num_columns].copy_(pinned[:num_columns], non_blocking=True)
 
 
 PROMPT_ROWS = 16  # prompts in one captured step; a step with more runs without a graph

@@ -39,6 +39,7 @@ class ExecutorSettings:
     draft_folder: Path | None = None
     quantization: str = "none"
     cache_dtype: str = "auto"
+    prefix_caching: bool = True  # whether requests share the blocks of equal prefixes
     adapters_folder: Path | None = None
     max_adapter_rank: int = 64
     peak_gb_per_s: float = 0.0  # of the device, for the share of the roofline; 0: its data sheet's, or measured
@@ -90,6 +91,7 @@ def executor_settings(config: Config, device: torch.device | None = None, rank: 
         random_weights=config.model.load_format == "dummy",
         quantization=config.model.quantization,
         cache_dtype=config.cache.dtype,
+        prefix_caching=config.cache.prefix_caching,
         adapters_folder=_adapters_folder(config.model.adapters),
         max_adapter_rank=config.model.max_adapter_rank,
         max_num_seqs=config.engine.max_num_seqs or max_num_seqs,

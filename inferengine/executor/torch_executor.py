@@ -197,6 +197,8 @@ class TorchExecutor:
             for item in plan.admitted:
                 self.adapters.bank.admit(item.slot, item.adapter)
         self.slots.apply_blocks(plan.block_updates)
+        if self.graphs is not None:
+            self.graphs.begin(plan)
         self.slots.write_tokens(plan.token_writes)
         if plan.device_drafts and self.draft is not None:
             self.draft.propose(plan)
@@ -259,9 +261,14 @@ class TorchExecutor:
         """Launch the step as one graph, with its draws where the graph holds them. None: no graph holds such a step."""
         if plan.num_decodes == len(plan.slots):
             needs = self.slots.needs(columns.row_slot, columns.sample_positions)
-            held = None if plan.masked else decode.draws_for(len(columns.row_slot), needs)
+            shared = decode.shared_prefixes(columns)
+            held = None
+            if shared is None and not plan.masked:
+                held = decode.draws_for(len(columns.row_slot), needs)
             self.launched = "decode graph, without its draws" if held is None else "decode graph, with its draws"
-            logits, ids = decode.run(columns, held)
+            if shared is not None:
+                self.launched = "decode graph of shared prefixes, without its draws"
+            logits, ids = decode.run(columns, held, shared)
             batch = decode.batch(len(columns.row_slot))
             batch.columns = columns
             return StepDraws(self.ops, self.slots, plan, batch, logits, ids)

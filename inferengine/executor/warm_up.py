@@ -19,6 +19,7 @@ import torch
 from inferengine.core.executor import BlockUpdates, PooledRow, Progress, SlotInit, StepPlan
 from inferengine.executor.cuda_graphs import DecodeGraphs, GraphCapture, MixedGraphs, MixedShape, without_slow
 from inferengine.executor.memory.kv_cache import KVCache
+from inferengine.executor.memory.prefix_groups import PrefixGroups, shares_prefixes
 from inferengine.executor.sampler import StepDraws
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.slots import Slots
@@ -42,6 +43,7 @@ class StepRunner(Protocol):
     model: DecoderModel
     kv: KVCache
     slots: Slots
+    whole: DecoderConfig  # of all ranks together; `config` is this one's
     slow_rows: frozenset[int]  # numbers of rows whose steps take longer than larger ones
 
     def execute(self, plan: StepPlan) -> StepDraws:
@@ -59,7 +61,7 @@ def capture_graphs(
     prompts, `compile_draft` runs the draft model's steps. Returns None where settings or model want no graphs."""
     settings = runner.settings
     parts = runner.model, runner.ops, runner.slots, runner.kv.group_caches
-    decode = DecodeGraphs(*parts, settings.max_num_seqs, runner.slow_rows)
+    decode = DecodeGraphs(*parts, settings.max_num_seqs, runner.slow_rows, _prefix_groups(runner))
     mixed = MixedGraphs(*parts, [s for s in without_slow(shapes, runner.slow_rows) if _fits(s, settings)])
     steps: list[Callable[[], object]] = []
     if not runner.model.plans_attention:  # one that does needs the columns of a step, which a captured one lacks
@@ -75,6 +77,22 @@ def capture_graphs(
     mixed.capture_all(capture, lambda share: progress("capturing prompt graphs", share))
     torch.cuda.empty_cache()  # of what ran outside the graphs
     return decode, mixed
+
+
+def _prefix_groups(runner: StepRunner) -> PrefixGroups | None:
+    """Make what finds the rows that share prefixes, for steps that can make use of it."""
+    settings, whole = runner.settings, runner.whole
+    if not runner.model.can_be_captured or not shares_prefixes(settings, whole):
+        return None
+    # A rank's share of all KV heads, not its own heads: all ranks choose alike.
+    token_bytes = 2 * whole.num_kv_heads * whole.head_dim * settings.kv_dtype(whole).itemsize
+    return PrefixGroups(
+        runner.slots.num_slots,
+        runner.slots.max_blocks,
+        runner.slots.block_size,
+        group=whole.group_windows.index(None),
+        token_bytes=token_bytes // settings.tensor_parallel,
+    )
 
 
 def _fits(shape: MixedShape, settings: ExecutorSettings) -> bool:

@@ -115,7 +115,10 @@ def test_every_graph_that_is_captured_counts_those_of_steps_with_prompts_among_t
     assert len(shapes) == 23 + 6
     buffers = activation_bytes(shape, 256 + 384, 256 + cuda_graphs.PROMPT_ROWS, torch.bfloat16)
     size = graph_bytes(shape, settings, torch.bfloat16, shapes)
-    assert size == (35 + 23 + 6) * GRAPH_BYTES + buffers
+    assert len(cuda_graphs.shared_sizes(256)) == 10  # of steps whose rows share prefixes
+    assert size == (35 + 10 + 23 + 6) * GRAPH_BYTES + buffers
+    apart = executor_settings(config.with_values(cache={"prefix_caching": False}), torch.device("cuda"))
+    assert graph_bytes(shape, apart, torch.bfloat16, shapes) == (35 + 23 + 6) * GRAPH_BYTES + buffers
     plan = make_plan(settings, 80 << 30)  # for a device that is not here: every shape counts
     assert len(plan.prompt_shapes) > 23 + 6
     assert plan.graphs == graph_bytes(shape, settings, torch.bfloat16, plan.prompt_shapes) > size

@@ -1,7 +1,7 @@
 """No kernel is compiled once an engine is warm, whatever requests ask for: counted over every feature.
 
 For shapes with random weights: each feature at 1 to 256 requests, all features together, grammars, embeddings, long
-prompts beside decodes, speculation, and each low-precision format.
+prompts beside decodes, requests that begin alike, speculation, and each low-precision format.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,22 @@ class Load:
         rng = self._rng
         return [[rng.randrange(self._vocab_size) for _ in range(rng.randint(least, most))] for _ in range(count)]
 
-    def run(self, name: str, params: Any, count: int, *, least: int = 16, most: int = 200, **structured: Any) -> int:
-        """Kernels that these requests had compiled."""
+    def run(
+        self,
+        name: str,
+        params: Any,
+        count: int,
+        *,
+        least: int = 16,
+        most: int = 200,
+        beginning: Sequence[int] = (),
+        **structured: Any,
+    ) -> int:
+        """Kernels that these requests, which all start with `beginning`, had compiled."""
         executor = self._llm.core.executor
         before, begin = executor.compilations.count, time.monotonic()
-        self._llm.generate(self.prompts(count, least, most), params, progress=False, **structured)
+        prompts = [[*beginning, *own] for own in self.prompts(count, least, most)]
+        self._llm.generate(prompts, params, progress=False, **structured)
         compiled = executor.compilations.count - before
         if compiled:
             names = executor.compilations.names[before:]
@@ -117,6 +129,10 @@ class Load:
                 names = self._llm.core.executor.compilations.names[before:]
                 print(f"FAIL: {count} decodes beside long prompts: {late} compiled: {names}")
                 compiled += late
+        beginning = self.prompts(1, 2000, 2000)[0]  # which many rows share
+        self._llm.generate([beginning], greedy, progress=False)
+        for count in (12, 70):
+            compiled += self.run("beginning alike", greedy, count, beginning=beginning)
         before = self._llm.core.executor.compilations.count
         self._llm.embed(self.prompts(9), progress=False)
         return compiled + self._llm.core.executor.compilations.count - before

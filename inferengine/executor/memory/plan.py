@@ -17,8 +17,9 @@ import torch
 from inferengine.config import CPU_CACHE_SHARE
 from inferengine.core.executor import KVGroup
 from inferengine.errors import ConfigError, DoesNotFit
-from inferengine.executor.cuda_graphs import MixedShape, graphs_to_capture, shapes_to_capture
+from inferengine.executor.cuda_graphs import MixedShape, graphs_to_capture, shapes_to_capture, shared_sizes
 from inferengine.executor.draft_model import read_draft_config, share_of_target
+from inferengine.executor.memory.prefix_groups import shares_prefixes
 from inferengine.executor.parallel.communicator import inbox_bytes
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.slots import Slots
@@ -170,6 +171,8 @@ def graph_bytes(config: DecoderConfig, settings: ExecutorSettings, dtype: torch.
     """Estimate the bytes of the CUDA graphs: their nodes, and the buffers of the largest step, which all of them share.
     `shapes` are those of the steps with prompts."""
     num_graphs = len(graphs_to_capture(settings.max_num_seqs)) + len(shapes)
+    if shares_prefixes(settings, config):
+        num_graphs += len(shared_sizes(settings.max_num_seqs))
     num_tokens = max([settings.max_num_seqs, *(shape.num_tokens for shape in shapes)])
     num_rows = max([settings.max_num_seqs, *(shape.num_rows for shape in shapes)])
     return num_graphs * GRAPH_BYTES + activation_bytes(config, num_tokens, num_rows, dtype)
