@@ -111,11 +111,12 @@ def jobs(folder: Path, *, card_mib: int, peer: Sequence[str], losses: int, servi
 class Runner:
     """Runs jobs until the time is over. `begin` is when it began, of time.monotonic."""
 
-    def __init__(self, out: Path, total_s: float, begin: float, *, share: float = 0.6) -> None:
-        """`share`: a job begins where at least this share of its usual time is left."""
-        self._out, self._end, self._share = out, begin + total_s, share
-        self._logs = out / "logs"
-        self._logs.mkdir(parents=True, exist_ok=True)
+    def __init__(self, out: Path, logs: Path, total_s: float, begin: float, *, share: float = 0.6) -> None:
+        """`logs`: a folder for what jobs write. `share`: a job begins where at least this share of its usual time is
+        left."""
+        self._out, self._logs, self._end, self._share = out, logs, begin + total_s, share
+        for folder in (out, logs):
+            folder.mkdir(parents=True, exist_ok=True)
         self.found: dict[str, Row] = {}
         self._document: Row = {}
 
@@ -273,7 +274,7 @@ def main() -> int:
         names = options.jobs.split(",") if options.jobs else list(by_name)
         if unknown := set(names) - set(by_name):
             parser.error(f"--jobs knows {', '.join(by_name)}; got {min(unknown)}")
-        runner = Runner(options.out, options.total, begin)
+        runner = Runner(options.out, Path(folder, "logs"), options.total, begin)
         runner.run([by_name[name] for name in names], {"card_mib": total})
     failed = [name for name, row in runner.found.items() if row["exit"] != 0]
     print(f"{len(runner.found)} jobs in {time.monotonic() - begin:.0f} s, not passed: {', '.join(failed) or 'none'}")

@@ -29,8 +29,8 @@ def no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(out: Path, jobs: list[Job], total_s: float = 120.0) -> dict[str, Any]:
-    Runner(out, total_s + two_cards.END_S, time.monotonic()).run(jobs, {"card_mib": []})
-    document: dict[str, Any] = json.loads((out / "two-cards.json").read_text())
+    Runner(out / "out", out / "logs", total_s + two_cards.END_S, time.monotonic()).run(jobs, {"card_mib": []})
+    document: dict[str, Any] = json.loads((out / "out" / "two-cards.json").read_text())
     return document
 
 
@@ -46,12 +46,12 @@ def test_what_a_job_finds_is_kept_with_its_command_and_the_environment(
     assert (one["exit"], one["result"]["streams"]) == (0, 64)
     assert (two["exit"], two["result"]) == (1, None)
     assert found["environment"]["revision"]
-    with tarfile.open(tmp_path / "logs.tar.gz") as archive:
+    with tarfile.open(tmp_path / "out" / "logs.tar.gz") as archive:
         assert archive.getnames() == ["one.log", "two.log"]
     printed = capsys.readouterr().out
     assert "streams: 64" in printed
     assert "| out of luck" in printed, "the end of what a job said that failed"
-    assert len([path for path in tmp_path.iterdir() if path.is_file()]) == 2
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"two-cards.json", "logs.tar.gz"}
 
 
 def test_a_job_that_hangs_ends_at_its_limit_with_what_it_started(
