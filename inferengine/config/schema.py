@@ -327,12 +327,13 @@ class HttpConfig:
         (
             *("auto", "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder", "glm45"),
             *("deepseek_v3", "deepseek_v31", "kimi_k2", "phi4_mini", "granite", "harmony"),
+            *("seed_oss", "minimax_m2", "cohere", "gemma4"),
         ),
     )
     reasoning_parser: str = _key(
         "auto",
         "separate reasoning from the answer, by the marks of this format; auto: as the chat template has them",
-        ("auto", "think", "mistral", "seed_oss", "granite", "kimi", "harmony", "off"),
+        ("auto", "think", "mistral", "seed_oss", "granite", "kimi", "harmony", "cohere", "gemma4", "off"),
     )
     rerank: str = _key(
         "auto",

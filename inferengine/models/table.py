@@ -148,9 +148,9 @@ FAMILIES = (
         "GlmForCausalLM", "families.glm", "glm", (9.4,), "GLM-4-9B of 2024 in transformers' layout (glm-4-9b-chat-hf)"
     ),
     Family("Glm4ForCausalLM", "families.glm4", "glm4", (9.4, 32.6), "GLM-4-0414, GLM-Z1"),
-    Family("SeedOssForCausalLM", "families.seed_oss", "seed_oss", (36.2,), "Seed-OSS"),
+    Family("SeedOssForCausalLM", "families.seed_oss", "seed_oss", (36.2,), "Seed-OSS", tools="seed_oss"),
     Family("CohereForCausalLM", "families.cohere", "cohere", (35, 104), "Command R, Command R+, Aya"),
-    Family("Cohere2ForCausalLM", "families.cohere2", "cohere2", (8, 111), "Command R7B, Command A"),
+    Family("Cohere2ForCausalLM", "families.cohere2", "cohere2", (8, 111), "Command R7B, Command A", tools="cohere"),
     Family("NemotronForCausalLM", "families.nemotron", "nemotron", (4.2, 8.3, 15.6), "Nemotron 3 and 4, Minitron"),
     Family("Starcoder2ForCausalLM", "families.starcoder2", "starcoder2", (3, 7.2, 16), "StarCoder 2"),
     Family("StableLmForCausalLM", "families.stablelm", "stablelm", (1.6, 2.8, 12.1), "StableLM 2, StableLM 3B"),
@@ -171,6 +171,7 @@ FAMILIES = (
         "mistral3",
         (3.4, 8.4, 13.5, 23.6),
         "Mistral Small 3.1 and 3.2, Ministral 3, Magistral: their text model",
+        tools="mistral, mistral_args",
     ),
     Family(
         "Qwen2VLForConditionalGeneration",
@@ -192,6 +193,7 @@ FAMILIES = (
         "qwen3_vl",
         (1.7, 4, 8.2, 32.8),
         "Qwen 3-VL, dense: its text model",
+        tools="hermes",
     ),
     Family(
         "Qwen3VLMoeForConditionalGeneration",
@@ -199,6 +201,7 @@ FAMILIES = (
         "qwen3_vl_moe",
         (30.5, 235.1),
         "Qwen 3-VL, mixture of experts: its text model",
+        tools="hermes",
         lora=MIXTURE,
     ),
     Family(
@@ -207,6 +210,7 @@ FAMILIES = (
         "gemma4",
         (5.1, 8, 25.2, 30.7),
         "Gemma 4 E2B, E4B, 26B-A4B, 31B: their text model, computed by transformers' modules",
+        tools="gemma4",
     ),
     Family(
         "Glm4vForConditionalGeneration",

@@ -12,7 +12,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from inferengine.text.tool_parsers import harmony, hermes, json_list, llama3_json, marked, mistral, pythonic, xml
+from inferengine.text.tool_parsers import (
+    cohere,
+    gemma4,
+    harmony,
+    hermes,
+    json_list,
+    llama3_json,
+    marked,
+    mistral,
+    pythonic,
+    xml,
+)
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning, split_at_mark
 from inferengine.text.tool_parsers.custom import CustomCalls
 
@@ -53,6 +64,7 @@ class ToolFormat:
     parameter: str = ""
     parameter_between: str = ""
     has_bare_strings: bool = False  # values that are strings are written without quotes: the parser needs their names
+    quote: str = ""  # what such a value has around it
     stops: tuple[str, ...] = ()  # special tokens that end an output, beside the checkpoint's own
     reads_reasoning: bool = False  # the parser takes whole outputs, with the marks of reasoning
     id_characters: int = 24  # of the ids of calls; some templates insist on a length
@@ -197,11 +209,57 @@ FORMATS = {
             marks=("<|tool_call|>",),
             signs=("<|tool_call|>",),
         ),
+        ToolFormat(
+            "seed_oss",
+            lambda strings: xml.XmlParser(xml.SEED_OSS, strings),
+            call="<seed:tool_call>\n<function={bare_name}>\n{parameters}</function>\n</seed:tool_call>",
+            between="\n",
+            marks=(xml.SEED_OSS.opens, xml.SEED_OSS.closes),
+            signs=(xml.SEED_OSS.opens,),
+            parameter="<parameter={key}>{value}</parameter>\n",
+            has_bare_strings=True,
+        ),
+        ToolFormat(
+            "minimax_m2",
+            lambda strings: xml.XmlParser(xml.MINIMAX_M2, strings),
+            call='<invoke name="{bare_name}">\n{parameters}</invoke>',
+            between="\n",
+            before=f"{xml.MINIMAX_M2.opens}\n",
+            after=f"\n{xml.MINIMAX_M2.closes}",
+            marks=(xml.MINIMAX_M2.opens, xml.MINIMAX_M2.closes),
+            signs=(xml.MINIMAX_M2.opens,),
+            parameter='<parameter name="{key}">{value}</parameter>\n',
+            has_bare_strings=True,
+        ),
+        ToolFormat(
+            "cohere",
+            lambda strings: cohere.CohereParser(),
+            call='{"tool_call_id": "{number}", "tool_name": {name}, "parameters": {arguments}}',
+            between=",\n    ",
+            before=f"{cohere.ACTION[0]}[\n    ",
+            after=f"\n]{cohere.ACTION[1]}",
+            marks=cohere.MARKS,
+            signs=(cohere.ACTION[0],),
+            reads_reasoning=True,
+        ),
+        ToolFormat(
+            "gemma4",
+            lambda strings: gemma4.Gemma4Parser(),
+            call=f"{gemma4.OPEN}call:{{bare_name}}{{{{parameters}}}}{gemma4.CLOSE}",
+            between="",
+            marks=gemma4.MARKS,
+            signs=(f"{gemma4.OPEN}call:",),
+            parameter="{key}:{value}",
+            parameter_between=",",
+            has_bare_strings=True,
+            quote=gemma4.QUOTE,
+            stops=(gemma4.RESPONSE,),
+        ),
     )
 }
 _DETECTION_ORDER = (
-    "harmony", "mistral_args", "mistral", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "kimi_k2", "phi4_mini",
-    "granite", "hermes", "pythonic", "llama3_json",
+    "harmony", "cohere", "gemma4", "seed_oss", "minimax_m2", "mistral_args", "mistral", "qwen3_coder", "glm45",
+    "deepseek_v3", "deepseek_v31", "kimi_k2", "phi4_mini", "granite", "hermes", "pythonic", "llama3_json",
 )  # fmt: skip
 
 
@@ -306,6 +364,8 @@ def _parameters(format: ToolFormat, function: Function, text: Callable[[str], st
     written, rules = [], []
     for place, key in enumerate([*names, *optional]):
         before, _, after = format.parameter.replace("{key}", key).partition("{value}")
+        if format.quote and _is_string(_properties(function)[key]):
+            before, after = before + format.quote, format.quote + after
         before = before if place == 0 else format.parameter_between + before
         value, schema = f"{rule}_{place}", _properties(function)[key]
         written.append(f"{text(before)} {value}")
@@ -368,6 +428,15 @@ REASONING = {
             harmony.STOPS,
             answer=f"{harmony.CHANNEL}final{harmony.MESSAGE}",
         ),
+        ReasoningFormat(
+            "cohere",
+            cohere.THINKING[:1],
+            cohere.THINKING[1:],
+            cohere.THINKING[1:],
+            lambda: cohere.CohereParser(calls=False),
+            cohere.MARKS,
+        ),
+        ReasoningFormat("gemma4", ("<|channel>thought",), ("<channel|>",), ("<|channel>thought",)),
         ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), ("[/THINK]",)),
         ReasoningFormat("seed_oss", ("<seed:think>",), ("</seed:think>",), ("</seed:think>",)),
         ReasoningFormat(

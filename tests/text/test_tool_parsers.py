@@ -17,6 +17,7 @@ from inferengine.text.output_parser import (
     reasoning_format,
 )
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part
+from inferengine.text.tool_parsers.cohere import CohereParser
 
 W, S = '{"city": "Paris"}', '{"a": [1, {"b": "}\\"{"}], "c": "né 🎉"}'
 
@@ -170,6 +171,52 @@ GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("granite", f'<tool_call>{{"name": "weather", "arguments": {W}}}</tool_call>ok', "ok", [("weather", W)]),
     ("granite", '<|tool_call|>[{"name": 7}]', '<|tool_call|>[{"name": 7}]', []),
     ("granite", "<|tool_call|> none", "<|tool_call|> none", []),
+    (
+        "seed_oss",
+        "Let me see.\n<seed:tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n</function>\n"
+        '</seed:tool_call>\n<seed:tool_call>\n<function=sum>\n<parameter=a>[1, {"b": "x"}]</parameter>\n<parameter=ok>'
+        "true</parameter>\n<parameter=n>null</parameter>\n</function>\n</seed:tool_call>",
+        "Let me see.",
+        [("weather", W), ("sum", SUM)],
+    ),
+    ("seed_oss", "a <seed:tool", "a <seed:tool", []),
+    (
+        "minimax_m2",
+        'One moment.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+        '</invoke>\n<invoke name="sum">\n<parameter name="a">[1, {"b": "x"}]</parameter>\n<parameter name="ok">true'
+        '</parameter>\n<parameter name="n">null</parameter>\n</invoke>\n</minimax:tool_call>',
+        "One moment.",
+        [("weather", W), ("sum", SUM)],
+    ),
+    ("minimax_m2", '<minimax:tool_call><invoke name="now"></invoke></minimax:tool_call>', "", [("now", "{}")]),
+    (
+        "cohere",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
+        f'{W}}},\n    {{"tool_call_id": "1", "tool_name": "sum", "parameters": {S}}}\n]<|END_ACTION|>',
+        "",
+        [("weather", W), ("sum", S)],
+    ),
+    ("cohere", "<|START_RESPONSE|>It is sunny.<|END_RESPONSE|>", "It is sunny.", []),
+    ("cohere", "<|START_TEXT|>Sunny <b>.<|END_TEXT|>", "Sunny <b>.", []),
+    ("cohere", "Plain.", "Plain.", []),
+    ("cohere", "<|START_ACTION|>[] none", "<|START_ACTION|>[] none", []),
+    (
+        "gemma4",
+        'Yes.\n<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|>',
+        "Yes.",
+        [("weather", '{"city":"Paris"}')],
+    ),
+    (
+        "gemma4",  # a text with the signs of others, nested values, two calls
+        '<|tool_call>call:f{a:[1,{b:<|"|>x, "y": {z}<|"|>}],ok:true,n:null}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>",
+        "",
+        [("f", r'{"a":[1,{"b":"x, \"y\": {z}"}],"ok":true,"n":null}'), ("now", "{}")],
+    ),
+    ("gemma4", '<|tool_call>call:f{"a": {"b": "x,y:z"}}<tool_call|>', "", [("f", '{"a": {"b": "x,y:z"}}')]),
+    ("gemma4", "<|tool_call>call:f{a:[1}<tool_call|>", "<|tool_call>call:f{a:[1}<tool_call|>", []),
+    ("gemma4", "<|tool_call>call:f{a:NaN}<tool_call|>", "<|tool_call>call:f{a:NaN}<tool_call|>", []),
+    ("gemma4", "<|tool_call>call:f{a:1", "<|tool_call>call:f{a:1", []),  # was cut
     ("pythonic", '[weather(city="Paris")]', "", [("weather", W)]),
     (
         "pythonic",
@@ -293,6 +340,14 @@ def test_calls_after_reasoning_and_none_inside_it() -> None:
         assert reader.num_calls == 1
 
 
+@pytest.mark.parametrize("calls", [True, False])
+def test_what_coheres_models_think_is_apart(calls: bool) -> None:
+    text = "<|START_THINKING|> Let me see.\n<|END_THINKING|><|START_RESPONSE|>Sunny.<|END_RESPONSE|>"
+    for pieces in cuts(text):
+        message, _ = read(MessageReader(None, CohereParser(calls=calls)), pieces)
+        assert (message.reasoning, message.content) == ("Let me see.", "Sunny."), pieces
+
+
 def test_channels_of_harmony_without_tools() -> None:
     text = (
         "<|channel|>analysis<|message|>Hm, 2+2.<|end|><|start|>assistant<|channel|>final<|message|>It is 4.<|return|>"
@@ -322,6 +377,11 @@ FRAGMENTS = {
                  "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     "kimi": ("<|tool_calls_section_begin|>", KIMI, "functions.f:0", KIMI_ARGUMENTS, "<|tool_call_end|>",
              "<|tool_calls_section_end|>"),
+    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "[", '{"tool_name": "f"}', "]",
+               "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    "gemma4": ("<|tool_call>", "call:f{", "x:", '<|"|>', "}", "<tool_call|>", "call:g{y:1}"),
+    "minimax": ("<minimax:tool_call>", '<invoke name="f">', '<parameter name="x">', "</parameter>", "</invoke>",
+                "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
     "marks": ("<|tool_call|>", "<|/tool_call|>", "functools[", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "; "),
     "python": ("[", "f(", "x=", "'", ")", "]", "<|python_start|>", "<|python_end|>", "g(y=1)"),
     "harmony": ("<|start|>", "assistant", "<|channel|>", "analysis", "final", " to=functions.f", "<|message|>",
@@ -364,6 +424,7 @@ def test_long_texts_take_time_in_proportion(name: str) -> None:
         ("granite", "Here is my thought process:\nHm.\n\nHere is my response:\nYes."),
         ("granite", "Here's my thought process: Hm. Here's my response: Yes."),
         ("kimi", "◁think▷Hm.◁/think▷Yes."),
+        ("gemma4", "<|channel>thought\nHm.\n<channel|>Yes."),
     ],
 )
 def test_reasoning_is_marked_differently_by_others(name: str, text: str) -> None:
@@ -378,6 +439,8 @@ def test_reasoning_is_marked_differently_by_others(name: str, text: str) -> None
         ("auto", "{{ '</think>' }}", "think"),
         ("auto", "[THINK][/THINK]", "mistral"),
         ("auto", "Here is my thought process: ", "granite"),
+        ("auto", "<|START_THINKING|><|END_THINKING|>", "cohere"),
+        ("auto", "{{ '<|channel>thought\n' + text + '\n<channel|>' }}", "gemma4"),
         ("auto", "plain", None),
         ("auto", None, None),
         ("off", "</think>", None),
@@ -402,6 +465,10 @@ def test_the_marks_of_reasoning_are_those_of_the_template(mode: str, template: s
         ("Write [func_name1(params_name1=params_value1)]", "pythonic"),
         ("{{ '<tool_call>' }}", "hermes"),
         ("{{ '[AVAILABLE_TOOLS]' }}{{ '[TOOL_CALLS] [' }}", "mistral"),
+        ("<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>", "seed_oss"),
+        ("{% set begin = '<minimax:tool_call>' %}<invoke name=", "minimax_m2"),
+        ("<|START_THINKING|>{{ plan }}<|END_THINKING|><|START_ACTION|>[", "cohere"),
+        ("{{ '<|tool_call>call:' + name + '{' }}", "gemma4"),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral_args"),
         ("{{ '<|python_tag|>' }}", "llama3_json"),
         ("{{ messages }}", None),

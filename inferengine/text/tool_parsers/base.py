@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
+NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
 
@@ -167,7 +168,7 @@ class CallObject:
         if outcome == "more":
             return
         self._state = "after value"
-        if self._key == "name" and self.name is None:
+        if self._key in NAME_KEYS and self.name is None:
             self.name = _string(self._value.text)
             self.broken = not self.name
         if outcome == "past" and character not in _SPACE:

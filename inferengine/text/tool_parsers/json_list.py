@@ -1,7 +1,7 @@
 """A mark, and then a list of calls or one call: `<|tool_call|>[{"name": "f", "arguments": {...}}]`.
 
 Granite 3 ends the list with the answer, Phi-4-mini with `<|/tool_call|>`; Granite 3.0 writes `<tool_call>`, Phi-4-mini
-`functools` where it follows its training instead of its template.
+`functools` where it follows its training instead of its template. Cohere's models name the keys otherwise (cohere.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from inferengine.text.tool_parsers.base import CallDelta, CallObject, Part, Pros
 
 GRANITE = ("<|tool_call|>", "<tool_call>")
 PHI4 = ("<|tool_call|>", "functools[")
-CLOSES = ("<|/tool_call|>", "</tool_call>")
+COHERE = ("<|START_ACTION|>",)
+CLOSES = ("<|/tool_call|>", "</tool_call>", "<|END_ACTION|>")
 
 
 class JsonListParser:

@@ -1,6 +1,8 @@
 """Calls whose arguments are marked one by one, with their values as plain text:
 
 Qwen3-Coder: `<tool_call>\\n<function=f>\\n<parameter=city>\\nParis\\n</parameter>\\n</function>\\n</tool_call>`.
+Seed-OSS: the same within `<seed:tool_call>`. MiniMax-M2, several in one block:
+`<minimax:tool_call>\\n<invoke name="f">\\n<parameter name="city">Paris</parameter>\\n</invoke>\\n</minimax:tool_call>`.
 GLM-4.5: `<tool_call>f\\n<arg_key>city</arg_key>\\n<arg_value>Paris</arg_value>\\n</tool_call>`.
 
 A value is text where the tool's schema says that the parameter is a string; else it is read as JSON, and what is no
@@ -36,6 +38,13 @@ class XmlStyle:
 
 
 QWEN3_CODER = XmlStyle("<function=", "</function>", ">", "<parameter=", ">", "", "</parameter>")
+SEED_OSS = XmlStyle(
+    "<function=", "</function>", ">", "<parameter=", ">", "", "</parameter>", "<seed:tool_call>", "</seed:tool_call>"
+)
+MINIMAX_M2 = XmlStyle(
+    '<invoke name="', "</invoke>", '">', '<parameter name="', '">', "", "</parameter>", "<minimax:tool_call>",
+    "</minimax:tool_call>",
+)  # fmt: skip
 GLM45 = XmlStyle("", "", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
