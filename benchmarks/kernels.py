@@ -150,6 +150,7 @@ def make_batch(shape: Shape, rows: int, context: int, copies: int, block_size: i
         query_start=torch.arange(rows + 1, device="cuda", dtype=torch.int32),
         positions=torch.full((rows,), last, device="cuda", dtype=torch.int32),
         slot_mapping=[table[:, last // block_size].long() * block_size + last % block_size],
+        shared_prefixes=None,
     )  # fmt: skip
     return batch, caches
 

@@ -34,6 +34,7 @@ def test_a_chain_in_a_graph_with_early_launches_gives_the_bits_that_it_gives_wit
         block_tables=[case.block_table],
         positions=case.row_len - 1,
         slot_mapping=[case.block_table[case.row_slot.long(), last // 64].long() * 64 + last % 64],
+        shared_prefixes=None,
     )
     cos_sin = torch.randn(256, DIM, device=device)
 
