@@ -19,7 +19,7 @@ from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.parallel import Communicator
 from inferengine.lora.bank import AdapterBank, AdapterFolder
 from inferengine.models import registry, weights
-from inferengine.models.decoder import DecoderModel, Target
+from inferengine.models.decoder import DecoderModel, WeightMap
 from inferengine.models.hf_config import read_json
 from inferengine.models.parallel import divide, exchange
 from inferengine.models.weights import check_weights
@@ -91,7 +91,7 @@ def load_model(
         bank = AdapterBank(
             model, num_slots=settings.max_num_seqs, device=settings.device, dtype=dtype, communicator=communicator
         )
-        adapters = _load_adapters(settings, settings.adapters_folder, model, weight_map.targets, bank)
+        adapters = _load_adapters(settings, settings.adapters_folder, model, weight_map, bank)
     if communicator is not None:
         if not settings.deterministic:  # its sums and norms may not depend on how many rows there are
             communicator.expect_rows(config.hidden_size * dtype.itemsize, settings.max_num_batched_tokens)
@@ -100,10 +100,17 @@ def load_model(
 
 
 def _load_adapters(
-    settings: ExecutorSettings, folder: Path, model: DecoderModel, targets: dict[str, Target], bank: AdapterBank
+    settings: ExecutorSettings, folder: Path, model: DecoderModel, weight_map: WeightMap, bank: AdapterBank
 ) -> AdapterFolder:
     """Load the adapters in the folder into the room beside the model."""
-    adapters = AdapterFolder(folder, model, targets, bank, max_rank=settings.max_adapter_rank)
+    adapters = AdapterFolder(
+        folder,
+        model,
+        weight_map.targets,
+        bank,
+        max_rank=settings.max_adapter_rank,
+        unread=weight_map.ignored,
+    )
     adapters.load_all()
     return adapters
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,10 +76,18 @@ class Adapter:
 
 
 def read_adapter(
-    folder: Path, name: str, model: nn.Module, targets: Mapping[str, Any], *, max_rank: int, dtype: torch.dtype
+    folder: Path,
+    name: str,
+    model: nn.Module,
+    targets: Mapping[str, Any],
+    *,
+    max_rank: int,
+    dtype: torch.dtype,
+    unread: Sequence[str] = (),
 ) -> Adapter:
-    """Read and check an adapter for a model whose checkpoint names are `targets` (models/decoder.py). Raises
-    InferEngineError naming what is wrong; the model is not touched."""
+    """Read and check an adapter for a model whose checkpoint names are `targets` (models/decoder.py). What it changes
+    in parts of a checkpoint that are not loaded, whose names match `unread`, is left out. Raises InferEngineError
+    naming what is wrong; the model is not touched."""
     config = _config(folder, name)
     sizes = _Sizes(config, name, max_rank)
     places: dict[Projection, dict[str, torch.Tensor]] = {}
@@ -87,7 +95,7 @@ def read_adapter(
     saved = _Saved(config, name, model, targets)
     stored = _read_tensors(folder, name)
     for key, tensor in sorted(stored.items()):
-        if saved.take(key, tensor, dtype):
+        if saved.take(key, tensor, dtype) or _is_unread(key, unread):
             continue
         place, kind, stem = _place(key, name, model, targets)
         if kind == MAGNITUDE and not config.get("use_dora"):
@@ -228,6 +236,12 @@ def _positive(config: dict[str, Any], key: str, name: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e6:
         raise _refused(name, f"{CONFIG}: {key} must be a positive number; got {str(value)[:60]}")
     return value
+
+
+def _is_unread(key: str, patterns: Sequence[str]) -> bool:
+    """Whether a tensor belongs to a part of the checkpoint that is not loaded (what a model sees with)."""
+    match = TENSOR.fullmatch(key)
+    return match is not None and any(re.fullmatch(pattern, match.group(1)) for pattern in patterns)
 
 
 def _place(key: str, name: str, model: nn.Module, targets: Mapping[str, Any]) -> tuple[Projection, str, str]:

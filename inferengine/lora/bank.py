@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -361,9 +361,16 @@ class AdapterFolder:
     """`read` may be called from any thread; `add` and `remove` between steps, in the thread that runs them."""
 
     def __init__(
-        self, folder: Path, model: nn.Module, targets: Mapping[str, Any], bank: AdapterBank, *, max_rank: int
+        self,
+        folder: Path,
+        model: nn.Module,
+        targets: Mapping[str, Any],
+        bank: AdapterBank,
+        *,
+        max_rank: int,
+        unread: Sequence[str] = (),
     ) -> None:
-        self.bank = bank
+        self.bank, self._unread = bank, unread
         self._folder, self._model, self._targets, self._max_rank = folder, model, targets, max_rank
 
     def load_all(self) -> None:
@@ -392,5 +399,12 @@ class AdapterFolder:
         if not NAME.fullmatch(name) or not (self._folder / name / CONFIG).is_file():
             raise InferEngineError("not_found", "there is no adapter of that name in model.adapters", field="name")
         folder = self._folder / name
-        bank = self.bank
-        return read_adapter(folder, name, self._model, self._targets, max_rank=self._max_rank, dtype=bank.dtype)
+        return read_adapter(
+            folder,
+            name,
+            self._model,
+            self._targets,
+            max_rank=self._max_rank,
+            dtype=self.bank.dtype,
+            unread=self._unread,
+        )

@@ -305,8 +305,12 @@ def nearest(architecture: str) -> str:
 
 
 def _shared_letters(one: str, other: str) -> int:
-    """Letters that two names share, from the first."""
-    return next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(other))
+    """Letters of whole words that two names share, from the first: MiniMax is not like Ministral."""
+    pairs = zip(one, other, strict=False)
+    count = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(one), len(other)))
+    while count and (one[count : count + 1].islower() or other[count : count + 1].islower()):
+        count -= 1
+    return count
 
 
 CARDS_GB = (24, 80, 141)  # of memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.executor.engine import Engine
 from tests.lora.adapters import GPT2_TARGETS, LLAMA_TARGETS, write_adapter
 from tests.models.checkpoints import FAMILIES, greedy_reference, logits_reference, make_model, model_of, save
 from tests.models.families import CASES
+from tests.models.test_text_of_multimodal import model_of as seeing_model
 
 PROMPTS = [[5, 9, 200, 31, 7], [77, 3] * 9, [11, 250, 4]]
 
@@ -374,3 +376,19 @@ def test_an_adapter_of_experts_or_their_router_is_refused_by_name(tmp_path: Path
         (ConfigError, InferEngineError), match=r"mlp\.gate\.lora_A\.weight adapts what is no linear layer"
     ):
         make_engine(checkpoint, tmp_path / "adapters")
+
+
+def test_what_an_adapter_changes_in_the_part_that_sees_is_left_out(tmp_path: Path) -> None:
+    """PEFT adapts every layer of a name: those of the vision model too."""
+    model = seeing_model("Gemma3")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    merged = write_adapter(tmp_path / "adapters" / "pirate", model, targets=("q_proj", "v_proj"))
+    engine = Engine(save(model, folder), model={"adapters": str(tmp_path / "adapters")})
+    prompt = list(range(20, 41))
+    (output,) = engine.generate([prompt], 12, adapter=1)
+    assert output == greedy_reference(merged, prompt, output)
+    text_alone = make_engine(save(make_model("llama"), tmp_path / "text"), tmp_path / "others")
+    shutil.copytree(tmp_path / "adapters", tmp_path / "others", dirs_exist_ok=True)
+    with pytest.raises(InferEngineError, match="is unexpected"):
+        text_alone.executor.adapters.read("pirate")
