@@ -54,13 +54,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma4": ("Gemma4Config", {"text_config": {**GEMMA4, "pad_token_id": 0, "hidden_size_per_layer_input": 0},
                                 "vision_config": {**SEEN, "head_dim": 8, "position_embedding_size": 16},
                                 "audio_config": None}),
+    "Gemma4Unified": ("Gemma4UnifiedConfig", {
+        "text_config": {**GEMMA4, "pad_token_id": 0, "num_attention_heads": 8, "num_key_value_heads": 4,
+                        "num_global_key_value_heads": 1}, "vision_config": {}, "audio_config": None}),
+    "GLM-4.5V": ("Glm4vMoeConfig", {
+        "text_config": {**EVEN, "num_experts_per_tok": 2, "n_routed_experts": 6, "moe_intermediate_size": 24,
+                        "n_shared_experts": 1, "first_k_dense_replace": 1, "rope_parameters": {
+                            "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.4,
+                            "mrope_section": [1, 1, 0]}},
+        "vision_config": QWEN_SEES}),
+    "EXAONE 4.5": ("Exaone4_5_Config", {
+        "text_config": {**EVEN, "model_type": "exaone4", "sliding_window": 12, "num_hidden_layers": 2,
+                        "layer_types": ["sliding_attention", "full_attention"]},
+        "vision_config": {**QWEN_SEES, "num_key_value_heads": 2}}),
+    "LlavaNextVideo": ("LlavaNextVideoConfig", {"text_config": {**SHAPES, "model_type": "llama"},
+                                                "vision_config": {**SEEN, "model_type": "clip_vision_model"}}),
     "SmolVLM": ("SmolVLMConfig", {"text_config": {**SHAPES, "model_type": "llama"}, "vision_config": SEEN,
                                   "pad_token_id": None}),
 }  # fmt: skip
 
 
 def model_of(name: str) -> Any:
-    class_name, values = CASES[name]
+    """transformers' model of a case."""
+    return make_model(*CASES[name])
+
+
+def make_model(class_name: str, values: dict[str, Any]) -> Any:
+    """transformers' whole model with seeded random weights, eager attention, fp32."""
     config = getattr(transformers, class_name)(**values, tie_word_embeddings=False)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -137,6 +157,22 @@ def test_experts_in_one_tensor_may_be_turned(turned, tmp_path):
     size = next(tensors[name].shape[1] for name in names if name.endswith("down_proj"))
     if (size == 60) == turned:  # the other way than they were saved
         tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in names}
+    save_file(tensors, path)
+    compare(tmp_path, model, Case("", {}, (3,)))
+
+
+def test_layers_that_share_keys_may_be_stored_with_their_own(tmp_path):
+    """Gemma 4 E2B was published with projections that nothing computes with, beside what it hears with."""
+    text = CASES["Gemma4"][1]["text_config"] | {
+        "num_key_value_heads": 1, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 301,
+    }  # fmt: skip
+    model = make_model("Gemma4Config", CASES["Gemma4"][1] | {"text_config": text})
+    path = save(model, tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if ".layers.1.self_attn.k_" in name or ".layers.1.self_attn.v_" in name]:
+        tensors[name.replace(".1.", ".3.")] = torch.randn(tensors[name].shape)
+    tensors["model.embed_audio.embedding_projection.weight"] = torch.zeros(4, 4)
     save_file(tensors, path)
     compare(tmp_path, model, Case("", {}, (3,)))
 

@@ -21,7 +21,7 @@ from inferengine.models.table import FAMILIES
 
 SAME_TEXT = {  # but for its rotation
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe",
-    "glm4v_text": "glm4",
+    "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe",
 }  # fmt: skip
 ALWAYS = {  # what a text model does and its config does not say
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
@@ -32,7 +32,7 @@ UNREAD = ("audio_config", "auto_map", "quantization_config", "vision_config")
 PLACES = ("model.language_model.", "model.text_model.")  # of the text model's `model.`, in memory and as published
 OTHER_PARTS = (
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|connector|image_newline|"
-    r"embed_vision)(\..*)?"
+    r"embed_vision|embed_audio|vision_embedder|audio_embedder)(\..*)?"
 )
 
 
