@@ -382,7 +382,7 @@ async def read_chat_prompt(
         parser = OutputParser(None, reasoning, inside, keeps)
     else:
         strings = strings_of(tools.functions) if format.has_bare_strings else {}
-        parser = OutputParser(format, reasoning, inside, keeps, tools.custom, strings)
+        parser = OutputParser(format, reasoning, inside, keeps, tools.custom, strings, tools.is_forced)
     return ChatPrompt(prompt_ids, tools, grammar, parser, stop_ids)
 
 
@@ -459,7 +459,7 @@ class OutputParser:
     """How the output of a prompt is parsed. `calls`: the format of tool calls, None where none may come. `reasoning`:
     that of the reasoning which the output may begin with. `inside`: the prompt has opened it. `keeps_special_tokens`:
     marks of either are special tokens. `custom`: the names of tools that take a text. `strings`: by function, the
-    parameters that are strings, where the format of calls does not show it."""
+    parameters that are strings, where the format of calls does not show it. `only_calls`: the grammar allows no text."""
 
     calls: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -467,6 +467,7 @@ class OutputParser:
     keeps_special_tokens: bool = False
     custom: frozenset[str] = frozenset()
     strings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    only_calls: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -476,13 +477,15 @@ class OutputParser:
     def make_reader(self) -> MessageReader:
         """Return a new parser state for one output."""
         if self.calls is not None and self.calls.reads_reasoning:
-            return MessageReader(None, self.calls.make_parser(self.strings), self.custom)
+            tools = self.calls.make_parser(self.strings)
+            return MessageReader(None, tools, self.custom, only_calls=self.only_calls)
         if self.reasoning is not None and self.reasoning.make_reader is not None:
             return MessageReader(self.reasoning.make_reader(), None)
         return MessageReader(
             ReasoningReader(inside=self.inside, format=self.reasoning) if self.reasoning is not None else None,
             self.calls.make_parser(self.strings) if self.calls is not None else None,
             self.custom,
+            only_calls=self.only_calls,
         )
 
     def call_id(self, answer_id: str, choice: int, call: int) -> str:
@@ -521,6 +524,7 @@ def parser_to_map(parser: OutputParser) -> dict[str, Any]:
         "inside": parser.inside,
         "special": parser.keeps_special_tokens,
         "custom": sorted(parser.custom),
+        "only_calls": parser.only_calls,
     }
     return {**kept, "strings": dict(parser.strings)} if parser.strings else kept
 
@@ -544,4 +548,5 @@ def parser_from_map(kept: Any) -> OutputParser:
         }
         if isinstance(strings, dict)
         else {},
+        kept.get("only_calls") is True,
     )

@@ -10,6 +10,7 @@ format that Nous Research published with Hermes 2 Pro.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,9 @@ MAX_ITEMS = 16_384  # messages of a conversation, and parts of a message
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 _CONTINUE_MARK = "\ue000CONTINUE\ue001"  # private use characters: no template and no message contains them by chance
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names under which templates read earlier reasoning
+MAX_ARGUMENT_DEPTH = 100  # of brackets in arguments that are no whole JSON
+_JSON_PIECE = re.compile(r'"(?:[^"\\]+|\\.)*(?P<closed>")?|[{}\[\],]', re.DOTALL)
+_HALF_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u[0-9a-fA-F]{0,3})?$")
 _PROBE = "\ue000PROBE\ue001"
 _PROBE_TIME_S = 1.0
 
@@ -194,9 +198,10 @@ def _as_wanted(message: Mapping[str, Any], wants: _Wants) -> dict[str, Any]:
     read = {key: value for key, value in message.items() if value is not None}
     if wants.parts:
         read = _with_parts(read)
-    if wants.arguments_as_text and read.get("tool_calls"):
+    if read.get("tool_calls"):
+        form = _text_of if wants.arguments_as_text else _object_of
         read["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _text_of(call["function"].get("arguments"))}}
+            {**call, "function": {**call["function"], "arguments": form(call["function"].get("arguments"))}}
             for call in read["tool_calls"]
         ]
     reasoning = next((read[name] for name in _REASONING if isinstance(read.get(name), str)), None)
@@ -222,6 +227,44 @@ def _number_calls(messages: list[dict[str, Any]]) -> None:
 
 def _text_of(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+
+
+def _object_of(arguments: Any) -> Any:
+    return salvage(arguments) if isinstance(arguments, str) else arguments
+
+
+def salvage(text: str) -> dict[str, Any]:
+    """Return the object that a text of JSON begins, for arguments that were cut or are wrong: with its strings and
+    brackets closed, or as far as its last complete member; empty where there is none."""
+    closers: list[str] = []
+    last: tuple[int, str] | None = None  # of the last comma: its place, and what closes the text before it
+    tail = ""
+    for found in _JSON_PIECE.finditer(text):
+        piece = found[0]
+        if piece[0] == '"':
+            if not found["closed"]:
+                text = _HALF_ESCAPE.sub(r"\1", text)
+                tail = '"'
+        elif piece in "{[":
+            closers.append("}" if piece == "{" else "]")
+        elif piece == ",":
+            last = (found.start(), "".join(reversed(closers)))
+        elif not closers or closers.pop() != piece:
+            return {}
+        if len(closers) > MAX_ARGUMENT_DEPTH:
+            return {}
+    candidates = [text + tail + "".join(reversed(closers))]
+    if last is not None:
+        candidates.append(text[: last[0]] + last[1])
+    for candidate in candidates:
+        try:
+            value = json.loads(candidate)
+            json.dumps(value, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            return value
+    return {}
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -276,7 +319,8 @@ def _message(message: Any, path: str) -> dict[str, Any]:
 
 
 def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Tool calls of an earlier message. Templates read their arguments as objects; the API has them as JSON text."""
+    """Tool calls of an earlier message. Their arguments become objects, or stay texts where they are none: a model may
+    have been cut in the middle of them."""
     if not isinstance(calls, list):
         raise InvalidRequest(path, "must be a list of calls")
     read = []
@@ -297,10 +341,12 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
                 message = "have half of a surrogate pair, which is no character: send both halves or none"
                 raise InvalidRequest(f"{path}[{place}].function.arguments", message) from None
             except (ValueError, RecursionError):
-                raise InvalidRequest(f"{path}[{place}].function.arguments", "are not valid JSON") from None
+                arguments = text
+            if not isinstance(arguments, dict | None):
+                arguments = text
         if arguments is None:
             arguments = {}
-        if not isinstance(arguments, dict):
+        if not isinstance(arguments, dict | str):
             raise InvalidRequest(f"{path}[{place}].function.arguments", "must be a JSON object")
         read.append({**call, "function": {**function, "arguments": arguments}})
     return read
@@ -434,12 +480,16 @@ def _describe(tools: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {**function, "arguments": _object_of(function.get("arguments"))}
+
+
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content") or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = [
-        f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+        f"<tool_call>\n{json.dumps(_with_object(call['function']), ensure_ascii=False)}\n</tool_call>"
         for call in message.get("tool_calls") or ()
     ]
     return {"role": message["role"], "content": "\n".join(filter(None, [content, *calls]))}

@@ -532,13 +532,19 @@ class ParsedOutput:
 
 class MessageReader:
     """Parses one output. Without a reasoning reader or a tool parser that kind of part is content. `custom`: the names
-    of tools that take a text."""
+    of tools that take a text. `only_calls`: nothing else can come, so an unfinished call at the end is no content."""
 
     def __init__(
-        self, reasoning: ReasoningReader | ToolParser | None, tools: ToolParser | None, custom: Collection[str] = ()
+        self,
+        reasoning: ReasoningReader | ToolParser | None,
+        tools: ToolParser | None,
+        custom: Collection[str] = (),
+        *,
+        only_calls: bool = False,
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self._only_calls = only_calls
         self._custom = CustomCalls(custom) if custom else None
         self.num_calls = 0
 
@@ -551,7 +557,8 @@ class MessageReader:
         for part in split:
             parts += self._tools.push(part.text) if isinstance(part, Content) else [part]
         if final:
-            parts += self._tools.push("", final=True)
+            last = self._tools.push("", final=True)
+            parts += [part for part in last if not self._only_calls or not isinstance(part, Content)]
         for part in parts:
             if isinstance(part, CallDelta):
                 self.num_calls = part.call + 1

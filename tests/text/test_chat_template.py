@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.text import ChatTemplate, check_messages
+from inferengine.text.chat_template import with_tools
 from inferengine.text.output_parser import detect
 from tests.text import templates
 
@@ -346,7 +347,7 @@ def test_typed_text_parts_become_one_string() -> None:
     assert check_messages([{"role": "user", "content": parts}]) == [{"role": "user", "content": "a\nb"}]
 
 
-def called_with(arguments: str) -> list[dict[str, Any]]:
+def called_with(arguments: Any) -> list[dict[str, Any]]:
     """An assistant's message that calls a tool with these arguments."""
     return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
 
@@ -354,6 +355,43 @@ def called_with(arguments: str) -> list[dict[str, Any]]:
 def test_arguments_of_calls_become_objects() -> None:
     (message,) = check_messages(called_with(r'{"smile": "\ud83d\ude00"}'))
     assert message["tool_calls"][0]["function"]["arguments"] == {"smile": "😀"}
+
+
+@pytest.mark.parametrize(
+    ("cut", "kept"),
+    [
+        ('{"city": "Par', {"city": "Par"}),
+        ('{"city": "Paris", "days": [1, 2', {"city": "Paris", "days": [1, 2]}),
+        ('{"city": "Paris", "da', {"city": "Paris"}),
+        ('{"city": "Paris", "days": ', {"city": "Paris"}),
+        ('{"at": {"lat": 1.5, "lon": -', {"at": {"lat": 1.5}}),
+        ('{"text": "a\\', {"text": "a"}),
+        ('{"text": "a\\ud83', {"text": "a"}),
+        ('{"text": "a, b", "smile": "\\ud83d', {"text": "a, b"}),
+        ('{"city', {}),
+        ('{"a": "He said "hello" and left"}', {}),
+        ("[1]", {}),
+        ('"text"', {}),
+        ("}", {}),
+        ("{bad", {}),
+        ("[" * 100_000, {}),
+        ('{"a": ' * 100_000, {}),
+        ('{"a": "' + "x" * 100_000, {"a": "x" * 100_000}),
+    ],
+)
+def test_arguments_that_were_cut_reach_a_template_as_what_is_left_of_them(cut: str, kept: dict[str, Any]) -> None:
+    (message,) = check_messages(called_with(cut))
+    asked = [{"role": "user", "content": "?"}, message]
+    for_objects = ChatTemplate(
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
+        {},
+    )
+    assert json.loads(for_objects.render(asked)) == kept
+    for_texts = ChatTemplate(
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ '' + c.function.arguments }}{% endfor %}{% endfor %}", {}
+    )
+    assert for_texts.render(asked) == cut
+    assert json.dumps(kept, ensure_ascii=False) in with_tools(asked, [])[1]["content"]
 
 
 @pytest.mark.parametrize(
@@ -371,8 +409,7 @@ def test_arguments_of_calls_become_objects() -> None:
             "messages[0].content[0]",
             "unsupported",
         ),
-        (called_with("[" * 100_000), "messages[0].tool_calls[0].function.arguments", "invalid_request"),
-        (called_with("[1]"), "messages[0].tool_calls[0].function.arguments", "invalid_request"),
+        (called_with(7), "messages[0].tool_calls[0].function.arguments", "invalid_request"),
         (called_with(r'{"city": "\ud800"}'), "messages[0].tool_calls[0].function.arguments", "invalid_request"),
     ],
 )

@@ -252,8 +252,19 @@ def test_what_is_wrong_is_named(served: House, change: dict[str, Any], param: st
     assert served.engine.submits == []
 
 
+def test_a_call_that_was_cut_may_stand_in_the_input(served: House) -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"city": "Par'}
+    result = {"type": "function_call_output", "call_id": "1", "output": "The arguments were cut."}
+    response = served.post("/v1/responses", model="tiny", input=[{"role": "user", "content": "hi"}, call, result])
+    assert response.status_code == 200
+
+
 def test_broken_arguments_of_a_call_are_told_as_such(served: House) -> None:
-    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{bad"}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": "\\ud800"}'}
     response = served.post("/v1/responses", model="tiny", input=[{"role": "user", "content": "hi"}, call])
     error = response.json()["error"]
-    assert (error["param"], error["message"]) == ("input", "input: the arguments of a function_call are not valid JSON")
+    assert (error["param"], error["message"]) == (
+        "input",
+        "input: the arguments of a function_call have half of a surrogate pair, which is no character: send both halves "
+        "or none",
+    )

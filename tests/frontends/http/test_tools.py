@@ -113,6 +113,27 @@ def test_a_cut_call_ends_for_its_length(served: House) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_call_that_is_cut_before_its_name_is_no_text(served: House, choice: Any) -> None:
+    served.script = says(TWO_CALLS[len("Let me see.\n") :][:25], reason="length")
+    answer = chat(served, tools=TOOLS, tool_choice=choice)
+    assert (answer["finish_reason"], answer["message"].get("content")) == ("length", "")
+    assert not answer["message"].get("tool_calls")
+    served.script = says(TWO_CALLS[len("Let me see.\n") :][:25], reason="length")
+    documents = served.stream(PATH, messages=HELLO, tools=TOOLS, tool_choice=choice)
+    deltas = [one["delta"] for document in documents[:-1] for one in document["choices"]]
+    assert not any(delta.get("content") or delta.get("tool_calls") for delta in deltas)
+    assert [one["finish_reason"] for document in documents[:-1] for one in document["choices"]][-1] == "length"
+
+
+def test_a_call_that_was_cut_may_stand_in_the_history(served: House) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Par'}}
+    history = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]},
+               {"role": "tool", "tool_call_id": "c1", "content": "The arguments were cut."}]  # fmt: skip
+    chat(served, messages=history, tools=TOOLS)
+    assert '"arguments": {"city": "Par"}' in prompt_of(served)
+
+
 def test_tools_reach_a_model_whose_template_knows_none(served: House) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
     history = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]},
