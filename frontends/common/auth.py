@@ -53,7 +53,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from frontends.common.errors import error_body
-from inferengine.errors import ConfigError, InferEngineError
+from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
 
 if TYPE_CHECKING:  # `inferengine keygen` uses this file where the packages of the front ends are not installed
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -576,7 +576,8 @@ class AllowedHosts:
 
 
 class HostMiddleware:
-    """ASGI middleware that refuses hosts and origins with 403 while no API keys are required."""
+    """ASGI middleware that refuses hosts and origins with 403 while no API keys are required, and several Host headers
+    with 400 always (RFC 9112, section 3.2): each of them may lead another proxy somewhere else."""
 
     def __init__(self, app: ASGIApp, hosts: AllowedHosts, keys: KeyRing, refusals: RefusalMetrics) -> None:
         self._app = app
@@ -586,9 +587,12 @@ class HostMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse its host or origin."""
-        if scope["type"] != "lifespan" and not self._keys.required:
+        if scope["type"] != "lifespan":
             try:
-                self._hosts.check(scope)
+                if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+                    raise InvalidRequest("Host", "must be one header: this request has several")
+                if not self._keys.required:
+                    self._hosts.check(scope)
             except InferEngineError as error:
                 self._refusals.count("host")
                 await (_refuse_page(scope, send, error) if _is_page(scope) else refuse(scope, send, error))

@@ -35,8 +35,18 @@ CPU_CACHE_SHARE = 0.25  # cache.memory_fraction on a CPU, of free memory, if it 
 RENAMED = {"wire.choice": "wire.load_balancing", "scheduler.pressure": "scheduler.preemption"}
 
 
-def _key(default: Any, help: str, choices: tuple[Any, ...] = (), minimum: float | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
+MAX_PORT = 65535
+
+
+def _key(
+    default: Any,
+    help: str,
+    choices: tuple[Any, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,9 @@ class EngineConfig:
         "exist, off: fixed rules",
     )
     check_memory: bool = _key(True, "refuse a model that does not fit into free memory; false: load it nevertheless")
-    metrics_port: int = _key(0, "port on 127.0.0.1 for Prometheus metrics of the engine alone; 0: none", minimum=0)
+    metrics_port: int = _key(
+        0, "port on 127.0.0.1 for Prometheus metrics of the engine alone; 0: none", minimum=0, maximum=MAX_PORT
+    )
 
 
 @dataclass(frozen=True)
@@ -313,7 +325,7 @@ class HttpConfig:
     """The HTTP front end."""
 
     host: str = _key("127.0.0.1", "address to listen on")
-    port: int = _key(8000, "port; 0: any free one", minimum=0)
+    port: int = _key(8000, "port; 0: any free one", minimum=0, maximum=MAX_PORT)
     max_body_bytes: int = _key(8 * 1024 * 1024, "largest request body", minimum=1024)
     request_timeout_s: float = _key(600.0, "longest duration of one request", minimum=0.1)
     keep_alive_s: float = _key(15.0, "interval of SSE keep-alive comments", minimum=1)
@@ -401,7 +413,7 @@ class WsConfig:
     """The websocket front end and the chat page."""
 
     host: str = _key("127.0.0.1", "address to listen on")
-    port: int = _key(8001, "port; 0: any free one", minimum=0)
+    port: int = _key(8001, "port; 0: any free one", minimum=0, maximum=MAX_PORT)
     workers: int = _key(1, "processes that share the listening socket", minimum=1)
     max_requests: int = _key(64, "most unfinished requests on one socket", minimum=1)
     max_message_bytes: int = _key(4 * 1024 * 1024, "largest frame accepted", minimum=1024)
@@ -612,6 +624,7 @@ def describe(config: Config) -> dict[str, dict[str, Any]]:
             "type": str(item.type),
             "choices": list(item.metadata["choices"]) or None,
             "minimum": item.metadata["minimum"],
+            "maximum": item.metadata["maximum"],
             "help": item.metadata["help"],
         }
         for name, item in keys().items()

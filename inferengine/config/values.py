@@ -80,11 +80,13 @@ def current_name(name: str, renamed: Mapping[str, str], shown: str) -> str:
 def convert(name: str, item: dataclasses.Field[Any], raw: Any) -> Any:
     """The value of a key from text, or from a TOML value. Raises ConfigError naming the key."""
     value = _typed(name, str(item.type), raw)
-    choices, minimum = item.metadata["choices"], item.metadata["minimum"]
+    choices, minimum, maximum = (item.metadata[name] for name in ("choices", "minimum", "maximum"))
     if choices and value not in choices:
         raise ConfigError(name, f"must be one of {', '.join(map(str, choices))}; got {value!r}")
     if minimum is not None and value < minimum:
         raise ConfigError(name, f"must be at least {minimum}; got {value}")
+    if maximum is not None and value > maximum:
+        raise ConfigError(name, f"must be at most {maximum}; got {value}")
     return value
 
 
@@ -115,11 +117,13 @@ def _typed(name: str, kind: str, raw: Any) -> Any:
 
 def allowed(item: dataclasses.Field[Any]) -> str:
     """What a key takes, in words: `one of auto, cpu, cuda`, `a whole number, at least 1`; empty for any text."""
-    choices, minimum = item.metadata["choices"], item.metadata["minimum"]
+    choices, minimum, maximum = (item.metadata[name] for name in ("choices", "minimum", "maximum"))
     if choices:
         return f"one of {', '.join(map(str, choices))}"
     kind = {"bool": "true or false", "int": "a whole number", "float": "a number"}.get(str(item.type), "")
-    return f"{kind}, at least {minimum:g}" if minimum is not None else kind
+    bounds = [f"at least {minimum:g}"] if minimum is not None else []
+    bounds += [f"at most {maximum:g}"] if maximum is not None else []
+    return ", ".join([kind, *bounds])
 
 
 # Flags of other engines' command lines → keys of the same meaning (docs/configuration.md).

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,24 @@ def test_without_keys_a_rebound_name_is_refused_on_every_path(served: House, pat
         response = served.http.get(path, headers=headers)
         assert (response.status_code, response.json()["error"]["code"]) == (403, "forbidden")
         assert "http.allowed_hosts" in response.json()["error"]["message"]
+
+
+def with_two_hosts(built: House, method: str, path: str, second: str = "evil.example") -> tuple[int, str]:
+    """The status and code of the answer to a request with two Host headers."""
+    connection = http.client.HTTPConnection("127.0.0.1", built.http.base_url.port or 0, timeout=60)
+    with contextlib.closing(connection):
+        connection.putrequest(method, path, skip_host=True)
+        for name, value in (("Host", "127.0.0.1"), ("Host", second), ("Content-Length", "0")):
+            connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())["error"]["code"]
+
+
+@pytest.mark.parametrize("second", ["127.0.0.1", "evil.example"])
+def test_two_host_headers_are_a_bad_request(served: House, second: str) -> None:
+    for method, path in (("GET", "/health"), ("POST", "/v1/completions")):
+        assert with_two_hosts(served, method, path, second) == (400, "invalid_request")
 
 
 def test_a_page_of_another_origin_may_not_even_ask(served: House) -> None:
@@ -49,3 +70,4 @@ def test_with_keys_the_name_is_free(tmp_path: Path) -> None:
     with house(running=False, auth={"keys_file": str(file)}) as built:
         assert built.http.get("/ping", headers=EVIL).status_code == 200
         assert built.http.get("/v1/models", headers=EVIL).status_code == 401
+        assert with_two_hosts(built, "GET", "/ping") == (400, "invalid_request")

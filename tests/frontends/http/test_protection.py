@@ -68,6 +68,13 @@ def test_a_public_address_with_keys_is_served(name: str, tmp_path: Path) -> None
         assert answer(url, headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
+@pytest.mark.parametrize("name", ["http", "ws"])
+def test_a_port_that_is_none_is_an_error_that_a_restart_would_repeat(name: str) -> None:
+    ended = run(name, f"--{name}.port", "70000")
+    assert ended.returncode == ExitCode.USAGE
+    assert f"{name}.port: must be at most 65535; got 70000" in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("flag", "complaint"),
     [("auth.keys_file", "cannot be read"), ("http.tls_certificate", "no such file"), ("http.tls_key", "of no use")],
