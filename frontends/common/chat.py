@@ -459,7 +459,8 @@ class OutputParser:
     """How the output of a prompt is parsed. `calls`: the format of tool calls, None where none may come. `reasoning`:
     that of the reasoning which the output may begin with. `inside`: the prompt has opened it. `keeps_special_tokens`:
     marks of either are special tokens. `custom`: the names of tools that take a text. `strings`: by function, the
-    parameters that are strings, where the format of calls does not show it. `only_calls`: the grammar allows no text."""
+    parameters that are strings, where the format of calls does not show it. `only_calls`: the grammar allows nothing
+    else."""
 
     calls: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None

@@ -109,7 +109,7 @@ def _print_plan(config: Config, memory_gib: float | None, name: str, *, as_json:
         size = settings.tensor_parallel
         print(f"{name} on {device.type}, {memory_gib:.0f} GiB{f', each of {size} ranks' if size > 1 else ''}")
         print("\n".join(plan_lines(plan)))
-    return ExitCode.OK if plan.sequences(1) else ExitCode.MEMORY
+    return ExitCode.OK if plan.fits and plan.sequences(1) else ExitCode.MEMORY
 
 
 @command({"": (Option("--json", "print the table as JSON"),)}, takes_configuration=False)

@@ -63,6 +63,17 @@ def test_the_cache_is_as_large_as_the_blocks_that_are_asked_for(
     assert json.loads(capsys.readouterr().out)["bytes"]["kv_cache"] == 32_000 * 128 * 1024
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_more_blocks_than_memory_do_not_fit(llama: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
+    asked = ["plan-memory", str(llama), "--memory", "80", "--engine.device", device, "--cache.block_size", "32"]
+    for num_blocks, fits in ((15_000, True), (100_000, False)):  # 59 and 391 GiB, beside 15 of weights
+        flags = [*asked, "--model.dtype", "bfloat16", "--cache.num_blocks", str(num_blocks)]
+        assert main(flags) == (ExitCode.OK if fits else ExitCode.MEMORY)
+        assert ("It does not fit: cache.num_blocks asks for 390.62 GiB" in capsys.readouterr().out) == (not fits)
+        assert main([*flags, "--json"]) == (ExitCode.OK if fits else ExitCode.MEMORY)
+        assert json.loads(capsys.readouterr().out)["fits"] == fits
+
+
 def test_the_blocks_that_are_asked_for_are_a_draft_models_too(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft = ["--speculation.method", "draft", "--speculation.draft_model", str(llama)]
     sizes = []

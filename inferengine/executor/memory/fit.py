@@ -24,6 +24,7 @@ from inferengine.executor.memory.plan import (
     heaviest,
     host_budget_bytes,
     plan_groups,
+    resident_bytes,
     weight_sizes,
 )
 from inferengine.executor.settings import ExecutorSettings
@@ -59,8 +60,14 @@ def misfit(settings: ExecutorSettings, plan: MemoryPlan, free_bytes: int) -> str
     if loading > free_bytes:
         return f"its weights take {loading / GIB:.1f} GiB while they are loaded, and {free_bytes / GIB:.1f} are free"
     if settings.device.type == "cuda":
+        if plan.groups and not plan.fits:
+            return (
+                f"a KV cache of {plan.bytes_of_blocks / GIB:.1f} GiB is asked for (cache.num_blocks), and weights, "
+                f"activations and graphs leave {max(0, plan.left) / GIB:.1f}"
+            )
         return "" if plan.groups else _misfit_of_share(settings, plan)
-    return _misfit_of_host_cache(settings, plan, free_bytes - least_resident_bytes(settings, plan))
+    left_bytes = free_bytes - resident_bytes(settings, plan.weights + plan.draft_weights)
+    return _misfit_of_host_cache(settings, plan, left_bytes)
 
 
 def loading_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
@@ -75,14 +82,6 @@ def loading_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
         weight_sizes(config, values, dtype, scheme, shard).experts for scheme in ("none", settings.quantization)
     )
     return plan.weights + numbers - codes
-
-
-def least_resident_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
-    """Return the least bytes that the weights take once they are packed: a CPU may keep fp32 weights in 16 bits."""
-    values = read_json(settings.folder / "config.json")
-    float32 = settings.dtype in (None, torch.float32) and settings.quantization == "none" and layout_of(values) is None
-    weights = plan.weights + plan.draft_weights
-    return weights // 2 if float32 else weights
 
 
 def _misfit_of_share(settings: ExecutorSettings, plan: MemoryPlan) -> str:

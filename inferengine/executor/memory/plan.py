@@ -82,6 +82,12 @@ class MemoryPlan(NamedTuple):
     cache: CacheSettings
     prompt_shapes: list[MixedShape]  # of the steps with prompts to capture; none for a CPU
     bytes_of_blocks: int = 0  # of the blocks that cache.num_blocks asks for, a draft model's among them
+    left: int = 0  # what all else leaves of the device: more than kv_budget, which cache.memory_fraction limits
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model and its KV cache fit, with one sequence at least."""
+        return bool(self.groups) and self.bytes_of_blocks <= self.left
 
     def sequences(self, num_tokens: int) -> int:
         """Return how many sequences of this length the KV cache holds at once."""
@@ -230,9 +236,11 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
             graphs = graph_bytes(config, settings, dtype, shapes)
         taken = weights + draft_weights + activations + slots + context + graphs
         budget = device_budget_bytes(device_bytes, settings.memory_fraction, taken)
+        left = device_bytes - taken
     else:
         share = device_bytes // settings.tensor_parallel  # ranks share the host's memory
         budget = host_budget_bytes(max(0, share - weights), settings.memory_fraction)
+        left = share - resident_bytes(settings, weights + draft_weights)
     full = window_bytes = 0
     for group, window in enumerate(config.group_windows):
         per_token = config.kv_bytes_per_token(group, kv_dtype.itemsize)
@@ -256,8 +264,15 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
         asked = cache.num_blocks * cache.block_size * per_token
     return MemoryPlan(
         weights, draft_weights, activations, slots, graphs, context, full, window_bytes, budget, groups, cache, shapes,
-        asked,
+        asked, left,
     )  # fmt: skip
+
+
+def resident_bytes(settings: ExecutorSettings, weights: int) -> int:
+    """Return the least bytes that `weights` take once they are packed: a CPU may keep fp32 weights in 16 bits."""
+    values = read_json(settings.folder / "config.json")
+    float32 = settings.dtype in (None, torch.float32) and settings.quantization == "none" and layout_of(values) is None
+    return weights // 2 if float32 else weights
 
 
 def heaviest(settings: ExecutorSettings) -> Shard:
@@ -469,6 +484,12 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     if not plan.groups:
         lines.append("  It does not fit: take a smaller model or number format, or a larger device.")
         return lines
+    if not plan.fits:
+        lines.append(
+            f"  It does not fit: cache.num_blocks asks for {plan.bytes_of_blocks / GIB:.2f} GiB, and all else leaves "
+            f"{max(0, plan.left) / GIB:.2f}. Leave it out, or ask for fewer blocks."
+        )
+        return lines
     lines.append(f"  {'tokens in the KV cache':<34}{plan.num_kv_tokens:>9,}")
     lines.append("  context length      sequences at once")
     lines += [f"  {length:>14,}      {plan.sequences(length):>17,}" for length in plan_contexts(plan)]
@@ -484,7 +505,7 @@ def plan_figures(plan: MemoryPlan) -> dict[str, Any]:
         for name in ("weights", "draft_weights", "activations", "slots", "graphs", "context", "kv_budget")
     }
     return {
-        "fits": bool(plan.groups),
+        "fits": plan.fits,
         "bytes": {**sizes, "kv_cache": plan.bytes_of_blocks or plan.kv_budget},
         "kv_bytes_per_token": plan.kv_bytes_per_token,
         "window_bytes_per_sequence": plan.window_bytes_per_sequence,

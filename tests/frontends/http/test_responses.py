@@ -265,6 +265,6 @@ def test_broken_arguments_of_a_call_are_told_as_such(served: House) -> None:
     error = response.json()["error"]
     assert (error["param"], error["message"]) == (
         "input",
-        "input: the arguments of a function_call have half of a surrogate pair, which is no character: send both halves "
-        "or none",
+        "input: the arguments of a function_call have half of a surrogate pair, which is no character: "
+        "send both halves or none",
     )
