@@ -13,10 +13,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from frontends.common.errors import as_unprocessable, error_object, rename_field
+from frontends.common.errors import as_unprocessable, error_object, name_default, rename_field
 from frontends.common.generation import ChoiceOutput, Output, Piece, RequestOutput, Usage
 from frontends.common.json import event, read_fields
 from frontends.http.bodies import (
+    INFER_MAX_TOKENS,
     SAMPLING,
     STRUCTURE,
     GenerateFields,
@@ -171,6 +172,8 @@ async def infer(request: Request) -> Response:
     try:
         return await answer(service, request, generation, InferFormat(), stream=True)
     except InferEngineError as error:
+        if body.get("max_tokens") is None:
+            name_default(error, "max_tokens", INFER_MAX_TOKENS)
         raise _too_long_as_unprocessable(error) from None
 
 

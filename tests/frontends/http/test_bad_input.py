@@ -292,6 +292,9 @@ def test_a_default_that_does_not_fit_is_not_told_as_if_the_client_had_asked_for_
     left_out = served.post(COMPLETIONS, prompt="x").json()["error"]["message"]
     assert left_out.endswith(f"{message} The request does not say it: 16 is the default here.")
     assert served.post(COMPLETIONS, prompt="x", max_tokens=16).json()["error"]["message"].endswith(message)
+    infer = {"path": "/infer/v1/completions", "model": "tiny", "prompt": "x"}
+    assert "The request does not say it: 128 is the default here." in served.post(**infer).text
+    assert "is the default here" not in served.post(**infer, max_tokens=128).text
 
 
 def test_too_long_a_conversation_is_refused_under_the_name_that_it_came_by(served: House) -> None:
