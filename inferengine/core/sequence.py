@@ -69,6 +69,11 @@ class Request:
         """Tokens of the prompt."""
         return len(self.prompt_ids)
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether it asks for log-probabilities, of its output or its prompt."""
+        return self.params.logprobs is not None or self.params.prompt_logprobs is not None
+
 
 def choice_seed(seed: int, choice: int) -> int:
     """The seed of choice `choice`: the request's own for the first, else mixed with it (splitmix64, Steele et al.

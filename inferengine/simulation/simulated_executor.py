@@ -10,7 +10,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from inferengine.core.executor import Capacity, KVGroup, PooledRow, Progress, StepPlan, StepResult
+from inferengine.core.executor import (
+    Capacity,
+    KVGroup,
+    PooledRow,
+    Progress,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from inferengine.vectors import to_bytes
 
 
@@ -45,6 +54,9 @@ class _Done:
         return self._result
 
 
+_SCORE = TokenLogprobs(-1.0, 1, [], [])  # of every token
+
+
 class SimulatedExecutor:
     """Implements `core.executor.Executor`. `step_s` is the time of one step, `token_s` that of each token in it."""
 
@@ -56,6 +68,7 @@ class SimulatedExecutor:
         self._step_s = step_s
         self._token_s = token_s
         self._seeds = [0] * capacity.max_num_seqs
+        self._scored: dict[int, SlotInit] = {}  # slots of requests that ask for log-probabilities
         self._busy_until = 0.0
 
     def load(self, progress: Progress) -> Capacity:
@@ -71,6 +84,9 @@ class SimulatedExecutor:
         """Compute the tokens, and plan when the step is done."""
         for item in plan.admitted:
             self._seeds[item.slot] = item.seed & 0x7FFFFFFF
+            self._scored.pop(item.slot, None)
+            if item.params.logprobs is not None or item.params.prompt_logprobs is not None:
+                self._scored[item.slot] = item
         draw, seeds = self.draw, self._seeds
         tokens = [
             draw(seeds[slot], start + count)
@@ -79,6 +95,8 @@ class SimulatedExecutor:
         ]
         self._busy_until = max(self._busy_until, time.monotonic()) + self.seconds(plan)
         result = StepResult(tokens, embeddings=self._embeddings(plan) if plan.pooled else None)
+        if self._scored:
+            result = self._score(plan, result)
         return _Done(result, self._busy_until, time.monotonic, plan.masked)
 
     def draw(self, seed: int, position: int) -> int:
@@ -94,6 +112,20 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         """Do nothing: there is no device."""
+
+    def _score(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Add the log-probabilities that rows ask for."""
+        outputs: dict[int, list[TokenLogprobs]] = {}
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        for row, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+            asked = self._scored.get(slot)
+            if asked is None:
+                continue
+            if asked.params.logprobs is not None and plan.samples[row]:
+                outputs[row] = [_SCORE]
+            if asked.params.prompt_logprobs is not None and start < asked.num_prompt - 1:
+                prompts[row] = [_SCORE] * (min(start + count, asked.num_prompt - 1) - start)
+        return result._replace(logprobs=outputs or None, prompt_logprobs=prompts or None)
 
     def _embeddings(self, plan: StepPlan) -> dict[int, bytes] | None:
         size = self._capacity.embedding_size

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from array import array
 
-from inferengine.core.executor import BlockCopies, Capacity, Progress, StepPlan, StepResult
+from inferengine.core.executor import BlockCopies, Capacity, Progress, SlotInit, StepPlan, StepResult, TokenLogprobs
 
 VOCAB_SIZE = 97
 EOS = 7
@@ -31,6 +31,9 @@ def extend(checksum: int, token: int) -> int:
     return (checksum * 1_000_003 + token + 1) % 2_147_483_647
 
 
+SCORE = TokenLogprobs(-1.0, 1, [], [])
+
+
 class MemoryExecutor:
     """Implements `core.executor.Executor` over fake memory. Results are computed at `result()`, in order: a plan
     made while a step is under way really cannot know its token."""
@@ -44,6 +47,8 @@ class MemoryExecutor:
         self.seeds: dict[int, int] = {}
         self.tokens: dict[int, dict[int, int]] = {}
         self.gathered: dict[int, list[int]] = {}  # by slot: what a mean is made of
+        self.asked: dict[int, SlotInit] = {}  # by slot
+        self.leaves_out_logprobs = False
         self.fail_on_step: int | None = None
         self.fail_with: Exception | None = None
         self.num_computed_tokens = 0
@@ -88,6 +93,7 @@ class MemoryExecutor:
             self.seeds[item.slot] = item.seed
             self.tokens[item.slot] = dict(enumerate(item.token_ids))
             self.gathered[item.slot] = []
+            self.asked[item.slot] = item
             for table in self.tables:
                 table[item.slot] = {}
         for table, updates in zip(self.tables, plan.block_updates, strict=True):
@@ -115,9 +121,23 @@ class MemoryExecutor:
                 emitted += drawn[: right + 1]
                 num_emitted.append(right + 1)
                 draw += 1 + drafts
-        return StepResult(
+        result = StepResult(
             emitted, num_emitted=num_emitted if plan.num_drafts else None, embeddings=self._pool(plan) or None
         )
+        return result if self.leaves_out_logprobs else self._score(plan, result)
+
+    def _score(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """The log-probabilities that rows ask for, all of them the same."""
+        scored: dict[int, list[TokenLogprobs]] = {}
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        counts = iter(result.num_emitted or [1] * len(plan.slots))
+        for row, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+            num_emitted, asked = next(counts) if plan.samples[row] else 0, self.asked[slot]
+            if asked.params.logprobs is not None and num_emitted:
+                scored[row] = [SCORE] * num_emitted
+            if asked.params.prompt_logprobs is not None and start < asked.num_prompt - 1:
+                prompts[row] = [SCORE] * (min(start + count, asked.num_prompt - 1) - start)
+        return result._replace(logprobs=scored or None, prompt_logprobs=prompts or None)
 
     def _scribble(self, plan: StepPlan) -> None:
         """What a step leaves that fails at its worst: nothing of use in any block that it was to write."""

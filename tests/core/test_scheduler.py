@@ -206,3 +206,25 @@ def test_sliding_window_group_gives_blocks_back_and_outputs_stay_right(max_in_fl
         most = max(most, run.scheduler.kv.pools[1].num_held)
     assert most <= 24 < 4 * 13
     assert run.outputs == {request.uid: expected_output(request) for request in requests}
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 1}, {"prompt_logprobs": 0}])
+def test_a_request_whose_log_probabilities_are_left_out_ends_with_an_error(asked: dict[str, int]) -> None:
+    """It alone: what does not ask for any is not concerned."""
+    run = Run()
+    run.executor.leaves_out_logprobs = True
+    other = make_request(2, 9, 6)
+    run.submit(make_request(1, 9, 6, **asked), other).to_end()
+    assert run.finished[1] == ("error", ("engine_error", "The device gave no log-probabilities."))
+    assert run.outputs[1] == []
+    assert (run.finished[2], run.outputs[2]) == (("length", None), expected_output(other))
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 1}, {"prompt_logprobs": 0}, {"logprobs": 0, "prompt_logprobs": 2}])
+def test_log_probabilities_survive_chunks_and_preemption(asked: dict[str, int]) -> None:
+    run = Run(make_capacity(14, max_num_seqs=4), budget=8)
+    requests = [make_request(uid, 13, 12, **asked) for uid in range(1, 5)]
+    run.submit(*requests).to_end()
+    assert run.scheduler.stats.num_preemptions > 0
+    assert set(run.finished.values()) == {("length", None)}
+    assert run.outputs == {request.uid: expected_output(request) for request in requests}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from inferengine.core.executor import Capacity, StepPlan, StepResult
+from inferengine.core.executor import Capacity, StepPlan
 from inferengine.engine.service import EngineService
 from inferengine.engine.services.preparation import TextService
 from inferengine.simulation.simulated_executor import SimulatedExecutor
@@ -38,7 +38,7 @@ class ScriptedExecutor(SimulatedExecutor):
             for slot, start, count, draws in zip(plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
             if draws
         ]
-        future._result = StepResult(tokens)
+        future._result = future._result._replace(token_ids=tokens)
         return future
 
 

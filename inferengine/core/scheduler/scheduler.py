@@ -336,7 +336,8 @@ class Scheduler:
         return self.state.finish(sequence, reason, detail, now)
 
     def _finish_rows(self, scheduled: ScheduledStep, result: StepResult, now: float) -> list[Finished]:
-        """End the requests that failed on the device or whose embedding is there; keep prompts' log-probabilities."""
+        """End the requests that failed on the device, whose embedding is there or whose log-probabilities are not; keep
+        those of prompts."""
         if result.prompt_logprobs:
             self._keep_prompt_logprobs(scheduled, result.prompt_logprobs)
         finished: list[Finished] = []
@@ -347,6 +348,8 @@ class Scheduler:
                 finished.append(self._finish(sequence, "error", self._cause(sequence, failure), now))
         if scheduled.plan.pooled:
             finished += self._finish_pooled(scheduled, result, now)
+        if self.state.num_scored:
+            finished += self._finish_unscored(scheduled, result, now)
         return finished
 
     def _split_emitted(self, scheduled: ScheduledStep, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
@@ -518,6 +521,22 @@ class Scheduler:
                 finished.append(self._finish(sequence, "stop", None, now))
             else:
                 detail = ("engine_error", "The device gave no embedding.")
+                finished.append(self._finish(sequence, "error", detail, now))
+        return finished
+
+    def _finish_unscored(self, scheduled: ScheduledStep, result: StepResult, now: float) -> list[Finished]:
+        """End the requests whose tokens came without the log-probabilities that they ask for."""
+        finished: list[Finished] = []
+        given = result.logprobs or {}
+        draws = (row for row, samples in enumerate(scheduled.plan.samples) if samples)
+        for index, row in enumerate(draws):
+            sequence = scheduled.rows[row]
+            params, count = sequence.request.params, 1 if result.num_emitted is None else result.num_emitted[index]
+            lacks = params.logprobs is not None and len(given.get(row, ())) < count
+            if params.prompt_logprobs is not None and not sequence.num_output:
+                lacks |= len(self._prompt_logprobs.get(sequence.uid, ())) < sequence.num_prompt - 1
+            if lacks and sequence.status is not SequenceStatus.FINISHED:
+                detail = ("engine_error", "The device gave no log-probabilities.")
                 finished.append(self._finish(sequence, "error", detail, now))
         return finished
 

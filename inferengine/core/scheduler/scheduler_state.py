@@ -170,6 +170,7 @@ class SchedulerState:
         self.compiling: dict[int, Sequence] = {}
         self.unsent_tokens: list[tuple[Sequence, int, int]] = []  # (sequence, position, token) unknown to the device
         self.num_grammars = 0  # unfinished sequences with a grammar
+        self.num_scored = 0  # unfinished sequences that ask for log-probabilities
         self.stats = SchedulerStats()
         self._num_groups = len(capacity.groups)
         self._swapped_out: list[Sequence] = []
@@ -182,6 +183,7 @@ class SchedulerState:
         sequence = Sequence(request, num_groups=self._num_groups)
         self.sequences[request.uid] = sequence
         self.stats.num_submitted += 1
+        self.num_scored += request.wants_logprobs
         if request.grammar is None:
             self._queue(sequence)
         else:
@@ -252,6 +254,7 @@ class SchedulerState:
             self.kv.swap.drop(sequence)
         if sequence.request.grammar is not None:
             self.num_grammars -= 1
+        self.num_scored -= sequence.request.wants_logprobs
         self.release_forks(sequence)
         del self.sequences[sequence.uid]
         self.stats.num_finished += 1
@@ -344,6 +347,8 @@ class SchedulerState:
             raise RuntimeError("host blocks are held and nothing waits")
         if self.num_grammars != sum(sequence.request.grammar is not None for sequence in self.sequences.values()):
             raise RuntimeError("grammars are miscounted")
+        if self.num_scored != sum(sequence.request.wants_logprobs for sequence in self.sequences.values()):
+            raise RuntimeError("requests for log-probabilities are miscounted")
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
