@@ -169,7 +169,10 @@ class StatsReporter:
             "average_batch_size": stats.num_scheduled_rows / stats.num_steps if stats.num_steps else 0.0,
             "max_batch_observed": stats.max_batch,
             "last_error": self._lifecycle.last_error or loop.last_error,
-            "waiting_by_reason": {"capacity": values["waiting_requests"]},
+            "waiting_by_reason": {
+                "capacity": max(0, values["waiting_requests"] - snapshot.num_deferred),
+                "deferred": min(values["waiting_requests"], snapshot.num_deferred),
+            },
             "held": {"slots": snapshot.num_slots_held, "outputs": len(self._publisher.submissions)},
             "prompt_tokens_by_source": {
                 "local_compute": stats.num_prompt_tokens - stats.num_cached_tokens,

@@ -46,6 +46,19 @@ def check_others(run: Run, requests: list, at_fault: set[int]) -> None:  # type:
             assert run.outputs[request.uid] == expected_output(request)
 
 
+def test_while_a_fault_is_looked_for_all_that_waits_is_deferred() -> None:
+    run = Run(make_capacity(max_num_seqs=4))
+    inject(run, rows_of({1}, beyond=14))
+    run.submit(*(make_request(uid, prompt=9, max_tokens=14) for uid in range(1, 10)))
+    seen = set()
+    while run.scheduler.sequences:
+        run.step()
+        snapshot = run.scheduler.snapshot()
+        if snapshot.num_waiting:
+            seen.add((run.scheduler.waiting.is_isolating, snapshot.num_deferred == snapshot.num_waiting))
+    assert seen == {(False, False), (True, True)}
+
+
 @OVERLAP
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 8])
 @pytest.mark.parametrize("when", ["at once", "after some tokens"])

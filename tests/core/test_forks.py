@@ -56,6 +56,15 @@ def test_the_first_choice_may_end_at_any_time(max_in_flight: int) -> None:
             assert run.outputs[request.uid] == expected_output(request)
 
 
+def test_choices_that_wait_for_the_prompt_are_deferred_and_what_waits_for_a_slot_is_not() -> None:
+    run = Run(make_capacity(64, max_num_seqs=1), budget=5).submit(*choices(3, prompt=15), make_request(9))
+    run.step()
+    snapshot = run.scheduler.snapshot()
+    assert (snapshot.num_waiting, snapshot.num_deferred) == (3, 2)
+    run.to_end()
+    assert run.scheduler.snapshot().num_deferred == 0
+
+
 def test_choices_that_wait_for_the_prompt_can_be_cancelled() -> None:
     run = Run(make_capacity(64), budget=5).submit(*choices(3, prompt=15))
     run.step()

@@ -100,6 +100,8 @@ def test_adapters_that_run_and_that_are_waited_for_are_labels() -> None:
         wait_until(lambda: client.admin("stats")["adapters"] == wanted)
         text = render([client.admin("stats")]).decode()
         assert 'max_lora="2"' in text
+        assert 'reason="capacity"} 2.0' in text
+        assert 'reason="deferred"} 0.0' in text
         assert 'running_lora_adapters="poet",waiting_lora_adapters="pirate,poet"' in text
         for stream in streams:
             stream.cancel()

@@ -322,6 +322,7 @@ class Scheduler:
             drafts_accepted_by_position=tuple(drafts.accepted_by_position),
             running_adapters=tuple(s.request.adapter for s in state.running if s.request.adapter),
             block_ages=kv.block_ages.to_map(),
+            num_deferred=state.num_deferred,
         )
 
     def check(self) -> None:

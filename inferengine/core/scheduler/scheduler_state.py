@@ -86,6 +86,7 @@ class SchedulerSnapshot:
     drafts_accepted_by_position: tuple[int, ...] = ()
     running_adapters: tuple[int, ...] = ()  # of each running sequence with a LoRA adapter, its number
     block_ages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # histograms, see BlockAgeHistograms
+    num_deferred: int = 0  # of the waiting ones those that could not start with all slots and blocks free
 
     @property
     def acceptance_rate(self) -> float:
@@ -211,6 +212,11 @@ class SchedulerState:
     def num_waiting(self) -> int:
         """Sequences that wait for anything: a slot, a shared prompt, a grammar."""
         return len(self.waiting) + len(self.forks) + len(self.compiling)
+
+    @property
+    def num_deferred(self) -> int:
+        """Sequences that wait for the prompt of their first choice, or for the search for a faulty request to end."""
+        return len(self.forks) + (len(self.waiting) if self.waiting.is_isolating else 0)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
