@@ -30,11 +30,16 @@ ARG REVISION=""
 ENV PYTHONUNBUFFERED=1 \
     INFERENGINE_REVISION=$REVISION \
     HF_HOME=/var/lib/inferengine/huggingface \
-    INFERENGINE_WIRE_SOCKET=ipc:///run/inferengine/engine.sock
+    INFERENGINE_WIRE_SOCKET=ipc:///run/inferengine/engine.sock \
+    INFERENGINE_HTTP_HOST=0.0.0.0 \
+    INFERENGINE_WS_HOST=0.0.0.0
 VOLUME ["/run/inferengine", "/var/lib/inferengine"]
 EXPOSE 8000 8001
 # Longer than engine.drain_timeout_s: stop with `docker stop -t 45`.
 STOPSIGNAL SIGTERM
+# Its loop turned lately, loading included. A container of one front end asks the engine behind the shared socket.
+HEALTHCHECK --interval=30s --timeout=15s --start-period=60s CMD ["inferengine", "ping"]
 ENTRYPOINT ["inferengine"]
-# The port that `docker run -p` publishes decides who can reach it: publish on 127.0.0.1, or set auth.keys_file.
-CMD ["up", "--http.host", "0.0.0.0", "--ws.host", "0.0.0.0", "--http.allow_public", "--ws.allow_public"]
+# Without a command no key is asked for, and the port that `docker run -p` publishes decides who can reach it: publish on
+# 127.0.0.1. With one, `docker run IMAGE up MODEL`, it wants INFERENGINE_AUTH_KEYS_FILE, or the same two flags.
+CMD ["up", "--http.allow_public", "--ws.allow_public"]
