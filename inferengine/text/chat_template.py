@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jinja2
 import jinja2.ext
@@ -139,9 +139,16 @@ class ChatTemplate:
     def _find_wants(self) -> _Wants:
         """Find out, by rendering them, in what form this template shows the contents and calls of messages."""
         user = {"role": "user", "content": _PROBE}
-        as_parts = _PROBE not in self._try([user]) and _PROBE in self._try([_with_parts(user)])
+        as_text, as_part = self._try([user]), self._try([_with_parts(user)])
+        as_parts = _PROBE not in as_text and _PROBE in as_part
+        several: frozenset[str] = frozenset()
+        if as_parts or (_PROBE in as_text and as_part == as_text):
+            parts = _parts_of(two := ("first\ue002", "second\ue002"))
+            rest = {"system": [_with_parts(user)], "user": []}
+            of_role = {role: self._try([{"role": role, "content": parts}, *chat]) for role, chat in rest.items()}
+            several = frozenset(role for role, text in of_role.items() if all(each in text for each in two))
         if "tool_calls" not in self.source:
-            return _Wants(as_parts, arguments_as_text=False)
+            return _Wants(as_parts, several, arguments_as_text=False)
         shown = []
         for arguments in ({"k": _PROBE}, json.dumps({"k": _PROBE}, ensure_ascii=False)):
             function = {"name": "f", "arguments": arguments}
@@ -151,7 +158,9 @@ class ChatTemplate:
             messages = [_with_parts(asked) if as_parts else asked, _with_parts(called) if as_parts else called]
             shown.append(self._try(messages))
         is_object_bad = _PROBE not in shown[0] or "{'k'" in shown[0]
-        return _Wants(as_parts, arguments_as_text=is_object_bad and json.dumps(_PROBE, ensure_ascii=False) in shown[1])
+        return _Wants(
+            as_parts, several, arguments_as_text=is_object_bad and json.dumps(_PROBE, ensure_ascii=False) in shown[1]
+        )
 
     def _try(self, messages: list[dict[str, Any]]) -> str:
         """What the template makes of messages; nothing where it refuses them."""
@@ -186,17 +195,21 @@ class ChatTemplate:
 
 
 class _Wants(NamedTuple):
-    """The form of messages that a template reads: contents as a list of parts or as a text, the arguments of calls as
-    JSON text or as an object."""
+    """The form of messages that a template reads: contents as a list of parts or as a text, the roles whose contents it
+    reads in several parts, the arguments of calls as JSON text or as an object."""
 
     parts: bool
+    several: frozenset[str]
     arguments_as_text: bool
 
 
 def _as_wanted(message: Mapping[str, Any], wants: _Wants) -> dict[str, Any]:
     """Return a message of `check_messages` in the form that a template reads; reasoning under each of its names."""
     read = {key: value for key, value in message.items() if value is not None}
-    if wants.parts:
+    content = read.get("content")
+    if isinstance(content, JoinedParts) and read["role"] in wants.several:
+        read["content"] = _parts_of(content.parts)
+    elif wants.parts:
         read = _with_parts(read)
     if read.get("tool_calls"):
         form = _text_of if wants.arguments_as_text else _object_of
@@ -271,7 +284,24 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, str):
         return message
-    return {**message, "content": [{"type": "text", "text": content}] if content else []}
+    return {**message, "content": _parts_of([content] if content else [])}
+
+
+def _parts_of(texts: Sequence[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+class JoinedParts(str):
+    """A content of several parts, joined by newlines. `parts` are their texts, for templates that read them one by
+    one."""
+
+    parts: tuple[str, ...]
+
+    def __new__(cls, parts: Sequence[str]) -> Self:
+        """Join the texts."""
+        joined = super().__new__(cls, "\n".join(parts))
+        joined.parts = tuple(parts)
+        return joined
 
 
 def _mark_end(message: dict[str, Any]) -> None:
@@ -285,8 +315,8 @@ def _mark_end(message: dict[str, Any]) -> None:
 
 
 def check_messages(messages: Any, path: str = "messages") -> list[dict[str, Any]]:
-    """Turn the messages of a request into what templates read: a role and a content string each. Typed text parts are
-    joined by newlines. Raises InvalidRequest naming the place of a part of another type or of the wrong shape."""
+    """Turn the messages of a request into what templates read: a role and a content string each. Several typed text
+    parts are JoinedParts. Raises InvalidRequest naming the place of a part of another type or of the wrong shape."""
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest(path, "must be a list of at least one message")
     _check_length(path, messages)
@@ -309,7 +339,8 @@ def _message(message: Any, path: str) -> dict[str, Any]:
         raise InvalidRequest(f"{path}.content", "is missing")
     if isinstance(content, list):
         _check_length(f"{path}.content", content)
-        content = "\n".join(_part(part, f"{path}.content[{place}]") for place, part in enumerate(content))
+        texts = [_part(part, f"{path}.content[{place}]") for place, part in enumerate(content)]
+        content = JoinedParts(texts) if len(texts) > 1 else "".join(texts)
     elif content is not None and not isinstance(content, str):
         raise InvalidRequest(f"{path}.content", "must be a string or a list of text parts")
     read: dict[str, Any] = {**message, "content": content}

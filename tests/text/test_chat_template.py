@@ -197,11 +197,38 @@ def test_calls_of_kimi_have_the_ids_that_it_was_trained_with() -> None:
     assert sent[1]["tool_calls"][0]["id"] == "call_a", "the client's messages stay as they are"
 
 
-def test_a_content_of_several_parts_is_one_part_to_a_template_that_reads_parts() -> None:
-    messages = check_messages(
-        [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+def several(role: str = "user", *texts: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text} for text in texts or ("a", "b")]}
+
+
+@pytest.mark.parametrize("name", ["parts", "gemma", "pythonic"])
+def test_a_content_of_several_parts_stays_so_to_a_template_that_reads_parts(name: str) -> None:
+    chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = templates.STYLES[name]
+    values = {**SPECIAL, "tools": None, "add_generation_prompt": True}
+    (expected,), _ = chat_template_utils.render_jinja_template([[several()]], chat_template=source, **values)
+    assert ChatTemplate(source, SPECIAL).render(check_messages([several()])) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "mistral", "harmony", "deepseek"])
+def test_several_parts_are_lines_of_one_text_to_a_template_that_reads_texts(name: str) -> None:
+    template = ChatTemplate(templates.STYLES[name], SPECIAL)
+    lines = template.render([{"role": "user", "content": "a\nb"}])
+    assert template.render(check_messages([several()])) == lines
+
+
+def test_no_part_of_a_system_message_is_lost_where_a_template_reads_the_first_alone() -> None:
+    text = ChatTemplate(templates.STYLES["gemma"], SPECIAL).render(
+        check_messages([several("system", "Be kind.", "Be brief."), several()])
     )
-    assert render(templates.STYLES["parts"], messages) == "<|im_start|>User: a\nb<end_of_utterance>\nAssistant:"
+    assert "Be kind." in text
+    assert "Be brief." in text
+
+
+def test_the_last_of_several_parts_can_be_continued() -> None:
+    messages = check_messages([several(), several("assistant", "It", "is")])
+    text = render(templates.STYLES["gemma"], messages, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("<start_of_turn>model\nIt\nis")
 
 
 def test_the_template_is_found_where_checkpoints_keep_it() -> None:
