@@ -55,6 +55,10 @@ QWEN_EXPERTS: dict[str, Any] = {**EXPERTS, "num_experts": 7, "moe_intermediate_s
 LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
           "qk_nope_head_dim": 12, "v_head_dim": 10}  # fmt: skip
 MIXTURE = {"num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 1, "first_k_dense_replace": 0}
+GEMMA4 = {
+    **BARE, "tie_word_embeddings": False, "num_hidden_layers": 4, "sliding_window": 12, "global_head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 LONG = (34, 33, 35)  # of prompts beyond longrope's original context
 CASES: dict[str, Case] = {
     "phi3": Case("Phi3Config", {**EVEN, "sliding_window": 12}),
@@ -151,6 +155,9 @@ MORE: dict[str, Case] = {  # for scripts/compare_families
                                                   "norm_topk_prob": True, "qkv_bias": False}),
     "olmoe, renormalized": Case("OlmoeConfig", {**EVEN, **EXPERTS, "num_experts": 6, "norm_topk_prob": True,
                                                 "tie_word_embeddings": True}),
+    "gemma4-31b, heads of 512": Case("Gemma4TextConfig", {
+        **GEMMA4, "num_attention_heads": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 1, "head_dim": 256,
+        "global_head_dim": 512, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}),
     "falcon3": Case("LlamaConfig", {**BARE, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}),
 }  # fmt: skip
 

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from inferengine.errors import ConfigError
 from inferengine.models import registry
 from tests.models.checkpoints import GEMMA3, SHAPES, save
-from tests.models.families import QWEN_EXPERTS, Case, compare
-from tests.models.test_transformers_fallback import GEMMA4
+from tests.models.families import GEMMA4, QWEN_EXPERTS, Case, compare
 
 EVEN = {name: value for name, value in SHAPES.items() if name != "head_dim"} | {"hidden_size": 60}
 SEEN = {

@@ -20,15 +20,11 @@ from inferengine.models.table import FAMILIES
 from tests.executor.engine import Engine
 from tests.lora.adapters import write_adapter
 from tests.models.checkpoints import greedy_reference, logits_reference, model_of, save
-from tests.models.families import BARE, EVEN, HALF, LATENT, MIXTURE, Case, compare
+from tests.models.families import BARE, EVEN, GEMMA4, HALF, LATENT, MIXTURE, Case, compare
 
 MULTI_QUERY = {
     "vocab_size": 301, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 256, "initializer_range": 0.25,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-GEMMA4 = {
-    **BARE, "tie_word_embeddings": False, "num_hidden_layers": 4, "sliding_window": 12, "global_head_dim": 16,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
 CASES = {
     "exaone4, windows": Case("Exaone4Config", {**EVEN, "num_hidden_layers": 4, "sliding_window": 12,
