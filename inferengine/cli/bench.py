@@ -97,26 +97,36 @@ def run(arguments: Arguments) -> int:
     return ExitCode.OK if found["completed"] else ExitCode.CRASH
 
 
+def _without(*flags: str) -> dict[str, tuple[Option, ...]]:
+    """Return OPTIONS without these, which a series of loads decides by itself: a flag that is taken must count."""
+    return {
+        group: tuple(option for option in options if option.spec.split()[0] not in flags)
+        for group, options in OPTIONS.items()
+    }
+
+
 SERIES_REPORT = (
     Option("--json FILE", "all figures of every load, with the environment"),
     Option("--markdown FILE", "the table that is printed"),
     Option("--html FILE", "a page with the table and the plots"),
     Option("--plots FOLDER", "the plots as SVG; needs inferengine[plots]"),
 )
-SWEEP = OPTIONS | {
+SWEEP = _without("--concurrency", "--rate", "--burstiness") | {
     "the sweep": (Option("--concurrencies LIST", "requests in flight, one load each", "1,2,4,8,16,32,64,128"),),
     "the report": (OPTIONS["the report"][0], *SERIES_REPORT),
 }
-ARRIVALS = OPTIONS | {
+ARRIVALS = _without("--rate", "--burstiness") | {
     "the arrivals": (
         Option("--shares LIST", "rates of steady and Poisson arrivals, of the saturated one", "0.25,0.5,0.75,1"),
     ),
     "the report": (OPTIONS["the report"][0], *SERIES_REPORT),
 }
-PRESSURE = OPTIONS | {"the report": (OPTIONS["the report"][0], *SERIES_REPORT)}
+PRESSURE = _without("--concurrency", "--rate", "--burstiness") | {
+    "the report": (OPTIONS["the report"][0], *SERIES_REPORT)
+}
 REPEATS = Option("--repeats N", "runs of each load; the median counts", 3, minimum=1)
 SERVE = Option("--serve [FLAGS]", "start `inferengine up FLAGS` for each row instead of --url; --serve='--key value'")
-BATCH = OPTIONS | {
+BATCH = _without("--concurrency", "--rate", "--burstiness", "--requests") | {
     "the batches": (
         Option("--batches LIST", "requests of a batch, all sent at once", "1,2,4,8,16,32,64"),
         REPEATS,
@@ -154,7 +164,7 @@ FEATURES = OPTIONS | {
     ),
     "the report": (OPTIONS["the report"][0], *SERIES_REPORT),
 }
-PAIRED = OPTIONS | {
+PAIRED = _without("--url") | {
     "the pair": (
         Option("--ours URL", "the server whose throughput is held against the other's", LoadOptions.url),
         Option("--theirs URL", "the other server", "http://127.0.0.1:8001"),

@@ -174,8 +174,10 @@ def test_a_series_is_measured_and_written(
 ) -> None:
     files = {name: tmp_path / name for name in ("json", "markdown")}
     with serving() as server:
-        where = ["--ours", server.url, "--theirs", server.url, "--gate", "0"] if series[0] == "paired" else []
-        words = [*series, "--url", server.url, *where, "--requests", "4", "--warm-up", "0", "--input", "3"]
+        pair = ["--ours", server.url, "--theirs", server.url, "--gate", "0"]
+        where = pair if series[0] == "paired" else ["--url", server.url]
+        count = [] if series[0] == "batch" else ["--requests", "4"]
+        words = [*series, *where, *count, "--warm-up", "0", "--input", "3"]
         written = [word for name, file in files.items() for word in (f"--{name}", str(file))]
         monkeypatch.setattr(sys, "argv", ["inferengine", "bench", *words, *written, "--api-key", "sesame"])
         assert cli.main() == ExitCode.OK

@@ -6,11 +6,12 @@ import io
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from inferengine.cli import main as cli
-from inferengine.cli.bench import Progress, load_options, run
+from inferengine.cli.bench import Progress, arrivals, batch, load_options, paired, pressure, run, sweep
 from inferengine.errors import ConfigError, ExitCode
 from tests.bench.servers import WORDS, serving
 
@@ -62,12 +63,12 @@ def test_a_server_that_is_not_there_is_named_with_the_remedy(capsys: pytest.Capt
 
 def test_a_missing_key_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
-        server.api_key = "right"
+        server.api_key = "ie_of_this_test"
         assert cli.main(["bench", "--url", server.url, "--api-key", "wrong"]) == ExitCode.CRASH
         assert "--api-key" in capsys.readouterr().err
-        words = ["--url", server.url, "--api-key", "right", "--requests", "1", "--json", "-"]
+        words = ["--url", server.url, "--api-key", "ie_of_this_test", "--requests", "1", "--json", "-"]
         assert cli.main(["bench", *words]) == ExitCode.OK
-    assert "right" not in capsys.readouterr().out, "a report does not tell the key"
+    assert "ie_of_this_test" not in capsys.readouterr().out, "a report does not tell the key"
 
 
 def test_a_server_without_a_list_needs_a_named_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +109,18 @@ def test_a_mistake_names_the_option(words: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_options(run.parse(words))
     assert complaint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("series", "flag"),
+    [
+        (sweep, "--concurrency"), (sweep, "--rate"), (arrivals, "--rate"), (pressure, "--concurrency"),
+        (pressure, "--rate"), (batch, "--requests"), (batch, "--rate"), (paired, "--url"),
+    ],
+)  # fmt: skip
+def test_what_a_series_decides_by_itself_is_refused_not_ignored(series: Any, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: no such option"):
+        series.parse([flag, "3"])
 
 
 def test_the_same_seed_asks_for_the_same(capsys: pytest.CaptureFixture[str]) -> None:
