@@ -22,7 +22,7 @@ from inferengine.sampling_params import SamplingParams
 from tests.executor.engine import Engine
 
 BLOCK = 16
-TOKEN_BYTES = 4096  # of a layer of Llama-3.1-8B in bf16
+TOKEN_BYTES = 8192  # of a layer of Llama-3.1-8B in fp32
 LEAST = prefix_groups.LEAST_TOKENS // BLOCK
 
 

@@ -20,7 +20,7 @@ from inferengine.kernels.batch import MOST_GROUPS, StepColumns
 from inferengine.layers.decoder_config import DecoderConfig
 
 LEAST_TOKENS = 256  # of a prefix
-LEAST_SAVED = 64 << 20  # bytes of keys and values that a layer need not read again in a step
+LEAST_SAVED = 128 << 20  # bytes of keys and values that a layer need not read again; 98 MB saved an H100 nothing
 
 
 def shares_prefixes(settings: ExecutorSettings, config: DecoderConfig) -> bool:
