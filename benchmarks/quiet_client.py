@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -105,7 +106,8 @@ def main() -> None:
     print(f"{arguments.load} x {arguments.open} from {arguments.loud}: first token after")
     print(", ".join(f"{value:.2f}" for value in times), "s")
     if arguments.json is not None:
-        result = {**named, "first_token_s": times, "machine": platform.machine(), "num_cpus": os.cpu_count()}
+        figures = {"first_token_s": times, "median_s": statistics.median(times), "longest_s": max(times)}
+        result = {**named, **figures, "machine": platform.machine(), "num_cpus": os.cpu_count()}
         write_result(arguments.json, result)
 
 
