@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +133,26 @@ def _of_front_end(part: str, address: str, folder: Path, rounds: int) -> dict[st
         "--wire.socket", address, "--log.level", "error",
     ]  # fmt: skip
     command = [sys.executable, "-m", "inferengine.cli", part, *flags]
-    process = subprocess.Popen(command, stderr=(folder / f"{part}.log").open("wb"))
-    try:
+    with contextlib.ExitStack() as stack:
+        with _sigterm_held_back(), (folder / f"{part}.log").open("wb") as log:
+            process = subprocess.Popen(command, stderr=log)
+            stack.callback(process.wait, 30)
+            stack.callback(process.terminate)
         wait_ready(port, START_S, is_running=lambda: process.poll() is None)
         return asyncio.run(_rounds(part, port, process.pid, rounds))
+
+
+@contextlib.contextmanager
+def _sigterm_held_back() -> Iterator[None]:
+    """Let SIGTERM take effect at the end: a process that was started must be known before, or nothing would end it."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield
     finally:
-        process.terminate()
-        process.wait(30)
+        signal.signal(signal.SIGTERM, before)
+    if came:
+        signal.raise_signal(signal.SIGTERM)
 
 
 def run(rounds: int) -> dict[str, Any]:
@@ -150,11 +163,11 @@ def run(rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/engine.sock"
         engine = multiprocessing.get_context("spawn").Process(target=run_engine, args=(address,), daemon=True)
-        engine.start()
-        try:
+        with contextlib.ExitStack() as stack:
+            with _sigterm_held_back():
+                engine.start()
+                stack.callback(engine.join)
+                stack.callback(engine.kill)
             for part in KINDS:
                 found[part] = _of_front_end(part, address, Path(folder), rounds)
-        finally:
-            engine.kill()
-            engine.join()
     return found

@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from benchmarks.kill_streams import Case
-from benchmarks.soak import batches, disturbances, mixed, report, verdict
+from benchmarks.soak import batches, disturbances, mixed, report, service, storms, verdict
 from benchmarks.soak.asks import Asker, Result
 from benchmarks.soak.disturbances import Disturbances
 from benchmarks.soak.faults import WEIGHTS, Faults
@@ -29,6 +29,7 @@ from benchmarks.soak.load import filling_prompts
 from benchmarks.soak.samples import client_sockets, memory_on_cards, process_figures
 from benchmarks.soak.service import CLOCK_FOLDER, make_key
 from benchmarks.soak.verdict import WARM_UP_S, judge, theil_sen, verdicts
+from inferengine.structured_output import compile_process
 from tests.core.builders import Run, make_capacity, make_request
 from tests.engine.builders import wait_until
 
@@ -234,6 +235,20 @@ def test_a_card_s_memory_is_read_by_process(tmp_path: Path, monkeypatch: pytest.
     assert memory_on_cards() == {}
 
 
+@pytest.mark.parametrize(
+    ("parent", "command", "name"),
+    [
+        ("up", ["python", "-m", "inferengine.cli", "engine"], "engine"),
+        ("http", ["python", "-m", "inferengine.cli", "http"], "http worker"),
+        ("engine", ["python", "-m", compile_process.__name__], "grammars"),
+        ("engine", ["python", "-c", "compile kernels"], "engine child"),
+    ],
+)
+def test_of_an_engine_s_children_one_compiles_grammars(parent: str, command: list[str], name: str) -> None:
+    """Killing one that compiles kernels is no fault of the list: an engine that starts would fail."""
+    assert service._name(parent, [word.encode() for word in command]) == name
+
+
 def test_a_connection_that_a_client_holds_open_is_no_descriptor_of_the_service_s() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -373,12 +388,37 @@ def test_storms_that_are_told_to_end_leave_no_process(tmp_path: Path) -> None:
     log = tmp_path / "out"
     command = [sys.executable, "-m", "benchmarks.soak", "--storms", "1"]
     with log.open("w") as file:
-        storms = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
     front_end = b"inferengine.cli\0ws"
-    wait_until(lambda: any(front_end in words for words in commands_of_session(storms.pid)))
-    storms.terminate()
-    assert storms.wait(60) == 128 + signal.SIGTERM, log.read_text()
-    wait_until(lambda: not commands_of_session(storms.pid))
+    wait_until(lambda: any(front_end in words for words in commands_of_session(process.pid)))
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM, log.read_text()
+    wait_until(lambda: not commands_of_session(process.pid))
+
+
+def test_a_process_that_is_started_as_sigterm_comes_is_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(["sleep", "100"], **options))
+        signal.raise_signal(signal.SIGTERM)
+        return started[0]
+
+    def end(number: int, frame: Any) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    monkeypatch.setattr("benchmarks.soak.storms.subprocess.Popen", start)
+    try:
+        with pytest.raises(SystemExit):
+            storms._of_front_end("ws", "ipc:///nowhere", tmp_path, 1)
+        assert started[0].poll() is not None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        started[0].kill()
 
 
 def commands_of_session(session: int) -> list[bytes]:
