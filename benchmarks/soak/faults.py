@@ -59,10 +59,12 @@ class Faults:
         self.unexpected: list[str] = []
 
     async def each(self, names: list[str]) -> None:
-        """Inject these faults in this order, once each."""
+        """Inject these faults in this order, once each, as soon as there is a process for it that is old enough."""
         for name in names:
             await asyncio.sleep(self._draw.uniform(1.0, 3.0))
-            await self.do(name)
+            until_s = time.monotonic() + BACK_S
+            while not await self.do(name) and time.monotonic() < until_s:
+                await asyncio.sleep(1.0)
 
     async def some(self, until_s: float, kill_until_s: float) -> None:
         """Inject random faults until `until_s`, and kill whole processes until `kill_until_s`."""

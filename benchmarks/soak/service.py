@@ -21,6 +21,7 @@ from benchmarks.ports import free_port, wait_ready
 
 DISK_MIB = 340  # the front end keeps 256 MiB free for others
 START_S = 180.0
+GRAMMARS = b"inferengine.structured_output.compile_process"  # the module that compiles grammars
 STOP_S = 60.0
 CLOCK_FOLDER = Path(__file__).parent / "clock"
 SETTINGS = """
@@ -87,7 +88,7 @@ def make_key(name: str, *, requests_per_minute: int = 0, max_in_flight: int = 0,
 
 
 class Part(NamedTuple):
-    """A process of the service. `name`: engine, http, http worker, ws, grammars, up."""
+    """A process of the service. `name`: engine, http, http worker, ws, grammars, up, or `NAME child` for others."""
 
     name: str
     pid: int
@@ -253,6 +254,6 @@ def _name(parent: str, words: list[bytes]) -> str:
         return next((word.decode() for word in words if word in (b"engine", b"http", b"ws")), "other")
     if parent == "http":
         return "http worker"
-    if parent == "engine":
+    if parent == "engine" and GRAMMARS in words:
         return "grammars"
-    return f"{parent} fork"
+    return f"{parent} child"  # of an engine on a card: processes that compile its kernels
