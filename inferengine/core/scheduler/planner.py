@@ -122,7 +122,7 @@ class Preemptor:
         state = self._state
         if state.shares is None or state.waiting.is_isolating:
             return None
-        for claim in state.shares.claims(now, state.num_slots):
+        for claim in state.shares.claims(now, state.num_slots, has_free_slot=bool(state.free_slots)):
             if not claim.sequence.num_inflight and self._meet(claim):
                 return claim.sequence
             if self.preempted:

@@ -211,9 +211,10 @@ class Shares(Protocol):
         """Count a sequence as not running; if it waits again, it has been pushed back before."""
         ...
 
-    def claims(self, now: float, num_slots: float) -> Iterator[Claim]:
-        """Yield waiting sequences whose share has nothing running, or much less than its slots, while others run. Ask
-        for the next one only while nothing has changed."""
+    def claims(self, now: float, num_slots: float, *, has_free_slot: bool) -> Iterator[Claim]:
+        """Yield waiting sequences whose share has nothing running, or much less than its slots, while others run.
+        Without a free slot only those for which another may give one up. Ask for the next one only while nothing has
+        changed."""
         ...
 
     @property
@@ -514,10 +515,10 @@ class FairShare:
             else:
                 self._left(name)
 
-    def claims(self, now: float, num_slots: float) -> Iterator[Claim]:
+    def claims(self, now: float, num_slots: float, *, has_free_slot: bool) -> Iterator[Claim]:
         """Yield the next sequence if its name has nothing running or much less than its share, and then those that
         have so little within the share of their name, which gives up the slot itself."""
-        if not self._queues or not self._num_running:
+        if not self._queues or not self._num_running or not (has_free_slot or self.may_give_way):
             return
         share = self.share()
         if share < 1.0:
@@ -528,9 +529,9 @@ class FairShare:
                     yield Claim(sequence, share, num_slots, (self,))
         if self._is_last:
             return
-        for name in list(self._num_running):
-            if name in self._queues:
-                for claim in self._parts[name].claims(now, num_slots * share):
+        for name, num_running in list(self._num_running.items()):
+            if name in self._queues and (has_free_slot or num_running > 1):
+                for claim in self._parts[name].claims(now, num_slots * share, has_free_slot=has_free_slot):
                     yield replace(claim, share=claim.share * share, nodes=(self, *claim.nodes))
 
     def share(self) -> float:
