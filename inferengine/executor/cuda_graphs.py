@@ -42,10 +42,41 @@ T = TypeVar("T")
 COLUMNS = 4  # row_slot, row_start, row_len, place of the input token in slots.tokens
 SHARED_COLUMNS = 5  # where rows share prefixes: lengths, members, and three of groups
 SHARED_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows of graphs of steps that share prefixes
-RING = 4  # pinned buffers used in turn: more than the steps that can be under way
+RING = 4  # pinned buffers used in turn: as many as steps are under way where nothing lags, so that none is waited for
 DRAWS = (0, RANDOM, RANDOM | FILTER)  # sampler features that a graph can hold: their inputs have fixed addresses
 SLOW_TOKENS = 448  # tokens of a step that is slower than one of 512: 15.9 ms and 13.4 for the 8B on an H200 (cuBLAS)
 LARGEST_WITH_DRAWS = 8  # rows: above, launching the draw hides behind the step, and a fourth of the graphs is enough
+
+
+# -- uploads -----------------------------------------------------------------------------------------------------------
+
+
+class PinnedRing:
+    """Pinned int32 buffers, used in turn to copy a step's columns to the device.
+
+    A buffer is not given out again before its copy is over, however far the host is ahead: a rank that waits for
+    another one in a sum has launched no end of steps meanwhile."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._buffers = [torch.zeros(shape, dtype=torch.int32, pin_memory=on_cuda) for _ in range(RING)]
+        self._copied = [torch.cuda.Event() if on_cuda else None for _ in range(RING)]
+        self._next = 0
+
+    def take(self) -> torch.Tensor:
+        """Return the next buffer, once its latest copy is over."""
+        event = self._copied[self._next]
+        if event is not None:
+            event.synchronize()  # at once where it was never recorded
+        return self._buffers[self._next]
+
+    def send(self, to: torch.Tensor, part: slice) -> None:
+        """Copy this part of the buffer that was taken to the same part of `to`, and go on to the next one."""
+        to[part].copy_(self._buffers[self._next][part], non_blocking=True)
+        event = self._copied[self._next]
+        if event is not None:
+            event.record()
+        self._next = (self._next + 1) % RING
 
 
 # -- capturing ---------------------------------------------------------------------------------------------------------
@@ -141,9 +172,7 @@ class DecodeGraphs:
         self._columns[2].fill_(1)
         self._columns[3].fill_(slots.num_slots * slots.tokens.shape[1])
         self._counting = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        is_pinned = device.type == "cuda"
-        self._pinned = [torch.zeros(columns, width, dtype=torch.int32, pin_memory=is_pinned) for _ in range(RING)]
-        self._next = 0
+        self._pinned = PinnedRing((columns, width), device)
         self._captured: dict[tuple[int, int | None], CapturedStep] = {}
         self._captured_shared: dict[int, CapturedStep] = {}
 
@@ -247,9 +276,7 @@ class DecodeGraphs:
         """Copy the plan's columns through pinned memory; rows up to `size` that it has not become the scratch slot's,
         which are in no group."""
         count = len(columns.row_slot)
-        pinned = self._pinned[self._next]
-        self._next = (self._next + 1) % RING
-        host: np.ndarray = pinned.numpy()
+        host: np.ndarray = self._pinned.take().numpy()
         width = self.slots.tokens.shape[1]
         host[0, :count], host[1, :count], host[2, :count] = columns.row_slot, columns.row_start, columns.row_len
         host[3, :count] = columns.row_slot * width + columns.row_start
@@ -263,7 +290,7 @@ class DecodeGraphs:
             further[0, :count], further[0, count:size] = shared.lengths, 0
             further[1, : len(shared.members)] = shared.members
             further[2:, :MOST_GROUPS] = shared.groups
-        self._columns[:num_columns].copy_(pinned[:num_columns], non_blocking=True)
+        self._pinned.send(self._columns, slice(num_columns))
 
 
 PROMPT_ROWS = 16  # prompts in one captured step; a step with more runs without a graph
@@ -345,8 +372,7 @@ class MixedGraphs:
         size = max((_begins(shape)[-1] for shape in shapes), default=0)
         device = slots.device
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(RING)]
-        self._next = 0
+        self._pinned = PinnedRing((size,), device)
         self._logits: torch.Tensor | None = None  # of every captured step, [most rows of a shape, V]
         self._captured: dict[MixedShape, torch.cuda.CUDAGraph] = {}
 
@@ -424,9 +450,7 @@ class MixedGraphs:
 
     def upload(self, shape: MixedShape, columns: StepColumns | None, num_decodes: int) -> None:
         """Copy a step's columns, padded to the shape, through pinned memory. None: padding alone."""
-        pinned = self._pinned[self._next]
-        self._next = (self._next + 1) % RING
-        host = pinned.numpy()
+        host = self._pinned.take().numpy()
         begins = _begins(shape)
         parts = [host[at : at + size] for at, size in zip(begins, shape.sections, strict=False)]
         row_slot, row_start, row_len, query_start, token_slot, positions, places, tokens, slots, drawn = parts
@@ -459,8 +483,7 @@ class MixedGraphs:
             slots[:n], drawn[:n] = columns.row_slot[columns.sample_rows], columns.sample_positions
         np.multiply(token_slot, self.slots.tokens.shape[1], out=places)
         places += positions
-        size = begins[-1]
-        self._buffer[:size].copy_(pinned[:size], non_blocking=True)
+        self._pinned.send(self._buffer, slice(begins[-1]))
 
     def _compute(self, shape: MixedShape) -> None:
         """Compute a shape's logits into the place that all graphs share."""

@@ -8,15 +8,19 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
 import pytest
+import torch
 
+from inferengine.config import Config
 from inferengine.core.executor import DeviceLost
+from inferengine.executor.parallel.executor import ParallelExecutor
 from inferengine.executor.parallel.ranks import CONFIGURE, LOADING_S, Ranks
+from inferengine.executor.settings import executor_settings
 from tests.engine.builders import wait_until
 from tests.executor.engine import Engine
 from tests.executor.parallel import Pair
@@ -145,3 +149,27 @@ def test_closing_any_number_of_times_leaves_nothing(ranks: Ranks) -> None:
     ranks.close()
     ranks.close()
     assert set(os.listdir("/dev/shm")) <= before
+
+
+class Told:
+    """What ParallelExecutor uses of the ranks and of the communicator, without any."""
+
+    size, store = 2, ""
+    on_lost: Callable[[str], None]
+
+    def __init__(self) -> None:
+        self.aborted = False
+
+    def send(self, message: bytes) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_a_lost_rank_ends_what_waits_for_it_also_where_nobody_asked_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, config = Told(), Config()
+    monkeypatch.setattr(ParallelExecutor, "device", torch.device("cuda"))
+    ParallelExecutor(config, executor_settings(config), told, told)  # type: ignore[arg-type]
+    told.on_lost("rank 1 has ended")
+    assert told.aborted

@@ -55,6 +55,7 @@ class ParallelExecutor:
         self.local = TorchExecutor(settings, self.communicator)
         self.max_in_flight = self.local.max_in_flight
         self.adapters: ParallelAdapters | None = None
+        self.on_lost(lambda error: None)  # ends what waits for the rank, also where nobody asks to be told
 
     # -- attributes that the engine reads ----------------------------------------------------------------------------
 
