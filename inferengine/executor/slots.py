@@ -135,11 +135,11 @@ class Slots:
         flat = np.concatenate([np.asarray(item.token_ids, dtype=np.int32) for item in admitted])
         begins = slots * self.tokens.shape[1] - (np.cumsum(lengths) - lengths)
         places = np.repeat(begins, lengths) + np.arange(len(flat))
-        rows = self.upload(slots)
-        self.tokens.view(-1)[self.upload(places)] = self.upload(flat)
-        self.floats.index_copy_(1, rows, self.upload(floats))
-        self.ints.index_copy_(1, rows, self.upload(ints))
-        self.seed.index_copy_(0, rows, self.upload(seeds))
+        rows, cells, seeded, some_floats, some_ints, ids = self.upload_all(slots, places, seeds, floats, ints, flat)
+        self.tokens.view(-1).index_copy_(0, cells, ids)
+        self.floats.index_copy_(1, rows, some_floats)
+        self.ints.index_copy_(1, rows, some_ints)
+        self.seed.index_copy_(0, rows, seeded)
         self._admit_lists(admitted, rows)
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -233,6 +233,19 @@ class Slots:
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def upload_all(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """Copy several arrays to the device in one transfer, without waiting for it. Those of wider numbers come
+        first, so that all are aligned."""
+        packed = self.upload(
+            np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])
+        )
+        tensors, begin = [], 0
+        for array in arrays:
+            part = packed[begin : begin + array.nbytes].view(torch.from_numpy(array).dtype)
+            tensors.append(part.view(array.shape))
+            begin += array.nbytes
+        return tensors
 
 
 class BadWordsTable:
