@@ -315,7 +315,7 @@ def known_table() -> tuple[Any, Any]:
     from inferengine.kernels.cuda.tuning import measured_table as tables
 
     if not torch.cuda.is_available():
-        return tables.shipped_first()
+        return tables.shipped_most()
     card = torch.cuda.get_device_name()
     environment = tables.Environment(card, torch.__version__, triton.__version__, tables.kernel_hash())
     known = tables.shipped(card)

@@ -214,13 +214,12 @@ def shipped(card: str, folder: Path = SHIPPED) -> MeasuredTable:
     return table
 
 
-def shipped_first(folder: Path = SHIPPED) -> tuple[MeasuredTable, Environment]:
-    """Return the tables of the first card that the package has some of, and how they were measured."""
-    for file in sorted(folder.glob("*.json")):
-        found = _read(file)
-        if found is not None:
-            return shipped(found[0].card, folder), found[0]
-    return MeasuredTable(), Environment("no card", "", "", "")
+def shipped_most(folder: Path = SHIPPED) -> tuple[MeasuredTable, Environment]:
+    """Return the tables of the card of which the package has most products, and how they were measured."""
+    found = filter(None, map(_read, sorted(folder.glob("*.json"))))
+    tables = [(shipped(environment.card, folder), environment) for environment, _ in found]
+    none = MeasuredTable(), Environment("no card", "", "", "")
+    return max(tables, key=lambda table: len(table[0].entries), default=none)
 
 
 def save(table: MeasuredTable, folder: Path, environment: Environment) -> Path:
