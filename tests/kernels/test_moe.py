@@ -84,6 +84,19 @@ def test_biases_rows_in_turn_and_the_clamped_gate(kind, tokens, device):
     compare(device, tokens, kind, tolerance=3e-3, **settings)
 
 
+@pytest.mark.parametrize("kind", ["mxfp4", "int4 by 32"])
+def test_few_pairs_of_an_expert_in_bf16_go_straight_from_registers(kind, device, monkeypatch):
+    seen = []
+    product = experts.fragments.multiply_fragments
+    monkeypatch.setattr(experts.fragments, "multiply_fragments", lambda *a, **b: seen.append(1) or product(*a, **b))
+    compare(device, 5, kind, dtype=torch.bfloat16, bias=True, tolerance=3e-2)
+    assert seen
+
+
+def test_fp16_takes_tiles_where_the_rule_says_registers(device):
+    compare(device, 5, "mxfp4", dtype=torch.float16, tolerance=3e-3)
+
+
 def test_sizes_that_are_no_multiple_of_a_tile(device):
     for tokens in (FEW, SOME):
         compare(device, tokens, inner=20, width=40, dtype=torch.float16, tolerance=3e-3, renormalized=False)

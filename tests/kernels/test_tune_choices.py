@@ -26,6 +26,7 @@ from inferengine.kernels.cuda.moe.configurations import (
     RULES,
     ExpertsChoice,
     ExpertsKey,
+    FragmentConfig,
     GroupedConfig,
     PairConfig,
     choose,
@@ -42,6 +43,7 @@ from inferengine.kernels.cuda.tuning.tuned_experts import MOST_PAIRS_APART, Tune
 HERE = Environment("NVIDIA H200", "2.11.0", "3.6.0", "abc")
 LLAMA_8B = AttentionKey(32, 8, 128, 64, 16, 0)
 QWEN_30B = ExpertsKey("16-bit", 128, 128, 8, 1536, 2048)
+GPT_OSS_20B = ExpertsKey("mxfp4", 32, 32, 4, 5760, 2880)
 OTHER_CONFIG = DecodeConfig(128, 4, 8, 2, 4, False)
 OTHER_EXPERTS = ExpertsChoice(True, GroupedConfig(64, 64, 64, 4, 6), GroupedConfig(32, 64, 128, 4, 4, True, True))
 
@@ -309,6 +311,15 @@ def test_few_tokens_try_both_orders_of_pairs() -> None:
     assert {each.is_grouped for each in subject.variations(16, subject.rule(16))} == {True, False}
 
 
+def test_experts_of_4_bit_codes_try_registers_where_an_expert_has_few_pairs() -> None:
+    subject = TunedExperts(GPT_OSS_20B, "mxfp4", 24, 8192)
+    tried = {
+        rows: {type(config) for each in subject.variations(rows, subject.rule(rows)) for config in each[1:]}
+        for rows in (1, 16, 128, 1024)
+    }
+    assert {rows for rows, kinds in tried.items() if FragmentConfig in kinds} == {1, 16, 128}
+
+
 # -- the table decides -------------------------------------------------------------------------------------------------
 
 
@@ -372,6 +383,23 @@ def test_a_forced_choice_ends_with_its_block() -> None:
 
 
 # -- on disk -----------------------------------------------------------------------------------------------------------
+
+
+def fragments(key: ExpertsKey, registers: int | None = 96) -> MeasuredTable:
+    config = FragmentConfig(1, 2, 2, 2, 1, registers)
+    choice = ExpertsChoice(True, config, config._replace(registers=None))
+    return MeasuredTable(choices={key: {16: entry(choice, rule_choice("mxfp4", 512, 32))}})
+
+
+def test_codes_straight_from_registers_are_read_as_they_were_written(tmp_path: Path) -> None:
+    table.save(fragments(GPT_OSS_20B), tmp_path, HERE)
+    assert table.load(tmp_path, HERE).choices == fragments(GPT_OSS_20B).choices
+
+
+@pytest.mark.parametrize("wrong", [fragments(QWEN_30B), fragments(GPT_OSS_20B, 97), fragments(GPT_OSS_20B, 8)])
+def test_registers_that_no_kernel_takes_are_refused(wrong: MeasuredTable) -> None:
+    with pytest.raises(ValueError, match=r"codes in|registers"):
+        table.from_json(table.to_json(wrong, HERE))
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inferengine.kernels.cuda.codes import nibble_numbers
 from inferengine.kernels.cuda.dispatch import W4TileConfig
 from inferengine.kernels.cuda.gemm.w4_layout import SLICE, NibbleWeight
 from inferengine.kernels.cuda.mma import half_to_float
@@ -22,13 +23,16 @@ from inferengine.kernels.cuda.split_k import Scratch, store_part, sum_parts
 MOST_PARTS = 4  # groups of 32 columns; smaller ones cut through a word
 
 
-def in_word_order(x: torch.Tensor, slices: int) -> torch.Tensor:
-    """Reorder x [M, K] -> [M, slices * 128]: the columns in the order of `column_order`, zeros where x has none."""
+def in_word_order(x: torch.Tensor, slices: int, *, whole_slices: bool) -> torch.Tensor:
+    """Reorder x [M, K] -> [M, slices * 128], zeros where x has none: the columns in the order of `column_order` or,
+    where whole slices share a scale, those of the first nibble of each half word, then those of the second and so on.
+    """
     rows = x.shape[0]
     if x.shape[1] != slices * SLICE:
         x = torch.nn.functional.pad(x, (0, slices * SLICE - x.shape[1]))
     # step, half, thread, pair, odd -> word = (thread, step), nibble = (odd, half, pair)
-    return x.reshape(rows, slices, 4, 2, 4, 2, 2).permute(0, 1, 4, 2, 6, 3, 5).reshape(rows, slices * SLICE)
+    order = (0, 1, 3, 5, 4, 2, 6) if whole_slices else (0, 1, 4, 2, 6, 3, 5)
+    return x.reshape(rows, slices, 4, 2, 4, 2, 2).permute(order).reshape(rows, slices * SLICE)
 
 
 def nibble_tile_product(
@@ -46,13 +50,13 @@ def nibble_tile_product(
     if num_rows == 0:
         return out
     every_tile, slices = weight.words.shape[:2]
-    x = in_word_order(x, slices)
+    x = in_word_order(x, slices, whole_slices=weight.parts == 1)
     m_tiles, n_tiles = triton.cdiv(num_rows, tuned.block_m), triton.cdiv(width, tuned.block_n)
     tiles = m_tiles * n_tiles
     splits = scratch.splits(min(tuned.chunks, slices), tiles, tuned.block_m * tuned.block_n)
     _nibble_kernel[(tiles, splits)](
         x,
-        weight.words,
+        weight.words.view(torch.int16) if weight.parts == 1 else weight.words,
         weight.points,
         out if bias is None else bias,
         out,
@@ -71,6 +75,7 @@ def nibble_tile_product(
         SPLITS=splits,
         ADD=residual is not None,
         BIAS=bias is not None,
+        HARDWARE=x.is_cuda,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
         **launch_options(supports_pdl(x.device)),
@@ -80,7 +85,7 @@ def nibble_tile_product(
 
 @triton.jit
 def _numbers(words, points, dtype: tl.constexpr):
-    """[N, 16] words -> [N, 128] numbers, eight of each word side by side; `points` [N, 16] or [N, 1]."""
+    """[N, 16] words -> [N, 128] numbers, eight of each word side by side; `points` [N, 16]."""
     scale = half_to_float(points)
     zero = half_to_float(points >> 16)
     numbers = ()
@@ -91,6 +96,17 @@ def _numbers(words, points, dtype: tl.constexpr):
     high = tl.join(tl.join(numbers[4], numbers[5]), tl.join(numbers[6], numbers[7]))
     every = tl.permute(tl.join(low, high), [0, 1, 4, 3, 2])
     return tl.reshape(every, [words.shape[0], 128])
+
+
+@triton.jit
+def _whole(words, points, PLACE: tl.constexpr, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """The nibble at a place (0 to 3) of half words [N, 32], less the zero of `points` [N]: whole numbers."""
+    zero = half_to_float(points >> 16)[:, None]
+    if HARDWARE:
+        HALF: tl.constexpr = dtype == tl.float16
+        return nibble_numbers(words, PLACE, HALF) - (zero + (1024.0 if HALF else 128.0)).to(dtype)
+    else:
+        return (((words.to(tl.int32) >> (4 * PLACE)) & 15).to(tl.float32) - zero).to(dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -115,6 +131,7 @@ def _nibble_kernel(
     SPLITS: tl.constexpr,
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
+    HARDWARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply x [M, K], its columns in the order of the words, by a packed 4-bit weight -> out [M, N].
@@ -130,21 +147,30 @@ def _nibble_kernel(
     row_mask = m < num_rows
     packed = tl.minimum(n // 16, TILES - 1).to(tl.int64) * SLICES  # rows past the end repeat others and are not stored
     j = tl.arange(0, 16)
-    words_at = words_ptr + packed[:, None] * 256 + (n % 16 * 16)[:, None] + j[None, :]
     points_at = points_ptr + packed * (PARTS * 16) + n % 8 * 2 + n % 16 // 8
-    x_at = x_ptr + m.to(tl.int64)[None, :] * x_stride + tl.arange(0, 128)[:, None]
+    x_at = x_ptr + m.to(tl.int64)[None, :] * x_stride
     allow_next(PDL)
     wait_for_previous(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     begin = split * CHUNK
-    for part in range(begin, min(begin + CHUNK, SLICES)):
-        words = tl.load(words_at + part * 256)
-        if PARTS == 1:
-            points = tl.load(points_at + part * 16)[:, None]
-        else:
+    if PARTS == 1:
+        b = tl.arange(0, 32)
+        halves_at = words_ptr + packed[:, None] * 512 + (n % 16 * 32)[:, None] + b[None, :]
+        for part in range(begin, min(begin + CHUNK, SLICES)):
+            words = tl.load(halves_at + part * 512)
+            points = tl.load(points_at + part * 16)
+            product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for place in tl.static_range(4):
+                x = tl.load(x_at + (part * 128 + place * 32 + b)[:, None], mask=row_mask[None, :], other=0.0)
+                product = tl.dot(_whole(words, points, place, x.dtype, HARDWARE), x, product)
+            acc += product * half_to_float(points)[:, None]
+    else:
+        words_at = words_ptr + packed[:, None] * 256 + (n % 16 * 16)[:, None] + j[None, :]
+        for part in range(begin, min(begin + CHUNK, SLICES)):
+            words = tl.load(words_at + part * 256)
             points = tl.load(points_at[:, None] + part * (PARTS * 16) + (j % 4 * PARTS // 4 * 16)[None, :])
-        x = tl.load(x_at + part * 128, mask=row_mask[None, :], other=0.0)
-        acc = tl.dot(_numbers(words, points, x.dtype), x, acc)
+            x = tl.load(x_at + (part * 128 + tl.arange(0, 128))[:, None], mask=row_mask[None, :], other=0.0)
+            acc = tl.dot(_numbers(words, points, x.dtype), x, acc)
     if SPLITS > 1:
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         inner = tl.arange(0, BLOCK_N)[:, None] + tl.arange(0, BLOCK_M)[None, :] * BLOCK_N

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from inferengine.kernels.cuda.activation import gate
+from inferengine.kernels.cuda.codes import byte_numbers
 from inferengine.kernels.cuda.dispatch import W8GemvConfig, W8TileConfig
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.cuda.split_k import Scratch, store_part, sum_parts
@@ -122,6 +123,7 @@ def tile_product(
         ADD=residual is not None,
         BIAS=bias is not None,
         CODES=input_scales is not None,
+        HARDWARE=x.is_cuda,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
         **launch_options(supports_pdl(x.device)),
@@ -255,6 +257,7 @@ def _tile_kernel(
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     CODES: tl.constexpr,
+    HARDWARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply x [M, K] by 8-bit codes [N, K] -> out [M, N] on the tensor cores.
@@ -288,10 +291,13 @@ def _tile_kernel(
             codes = tl.load(weight_at + start, mask=(start + k < K)[None, :], other=0.0)
             x = tl.load(x_at + start, mask=row_mask[None, :] & (start + k < K)[:, None], other=0.0)
         if SCALES == 0:
-            acc = tl.dot(codes.to(x.dtype), x, acc, input_precision="ieee")
+            acc = tl.dot(byte_numbers(codes, x.dtype, HARDWARE), x, acc, input_precision="ieee")
         else:
             block = tl.load(scale_ptr + row // BLOCK_ROWS * GRID + start // 128)
-            acc += tl.dot(codes.to(x.dtype), x, out_dtype=tl.float32, input_precision="ieee") * block[:, None]
+            acc += (
+                tl.dot(byte_numbers(codes, x.dtype, HARDWARE), x, out_dtype=tl.float32, input_precision="ieee")
+                * block[:, None]
+            )
 
     if SPLITS > 1:
         TILE: tl.constexpr = BLOCK_M * BLOCK_N

@@ -2,7 +2,8 @@
 
 The rules depend on the weight's number format and on the number of pairs of token and expert. `pairs` rules apply up to
 a number of pairs; `grouped` rules up to an average number of pairs for each expert. The first rule that applies is
-taken. They were measured on an H200 with the shapes of Qwen3-30B-A3B (16-bit numbers, FP8) and GPT-OSS-20B (MXFP4).
+taken. They were measured on an H200 with the shapes of Qwen3-30B-A3B (16-bit numbers, FP8) and GPT-OSS-20B (MXFP4),
+those of FragmentConfig on an H100.
 
 What was measured for the very shape on the very card comes first, by the number of tokens (`experts_choices`). How the
 tokens are spread over the experts is known on the device alone, so one choice serves all of them. Deterministic mode
@@ -38,6 +39,19 @@ class GroupedConfig(NamedTuple):
     num_stages: int
     weight_left: bool = False
     tma: bool = False
+
+
+class FragmentConfig(NamedTuple):
+    """Configuration of moe/fragments.py: blocks of eight pairs of a program, tiles of 16 weight rows of a warp, warps
+    that take different tiles, warps that take different columns, slices that each warp has on their way, and the most
+    registers of a thread (None: as many as the compiler likes)."""
+
+    pair_blocks: int
+    tiles: int
+    row_warps: int
+    column_warps: int
+    ahead: int
+    registers: int | None = 128
 
 
 class MoeRule(NamedTuple):
@@ -83,7 +97,8 @@ class ExpertsChoice(NamedTuple):
 experts_choices: MeasuredChoices[ExpertsKey, ExpertsChoice] = MeasuredChoices()
 
 MANY = float("inf")
-SINGLE = GroupedConfig(16, 32, 128, 4, 4, True)
+SINGLE = GroupedConfig(16, 32, 128, 4, 4, True)  # in place of a PairConfig that does not suit the weight
+NOT_FRAGMENTS = GroupedConfig(16, 128, 128, 4, 4, True)  # in place of a FragmentConfig: fp16, columns out of line
 
 _SQUARE = GroupedConfig(64, 128, 64, 4, 4, False, True)
 _WIDE = GroupedConfig(128, 256, 64, 8, 3, False, True)
@@ -112,12 +127,14 @@ _FP8 = Rules(
         MoeRule(MANY, _FP8_MANY, _FP8_MANY),
     ),
 )
-_MX_SOME = GroupedConfig(16, 128, 128, 4, 4, True)
+_MX_SOME = NOT_FRAGMENTS
 _MX_MORE = GroupedConfig(32, 128, 128, 4, 3, True)
 _MX_SQUARE = GroupedConfig(64, 128, 128, 4, 3, True)
+_MX_FEW = FragmentConfig(1, 2, 2, 2, 1, 96)
 _MXFP4 = Rules(
     (MoeRule(8, GroupedConfig(16, 32, 256, 2, 4, True), GroupedConfig(16, 16, 256, 1, 4, True)),),
     (
+        MoeRule(4, _MX_FEW, _MX_FEW),
         MoeRule(12, _MX_SOME, _MX_SOME),
         MoeRule(24, _MX_MORE, _MX_MORE),
         MoeRule(96, _MX_SQUARE, _MX_SQUARE),

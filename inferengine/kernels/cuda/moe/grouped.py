@@ -19,20 +19,21 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from inferengine.kernels.cuda.codes import byte_numbers, widened
 from inferengine.kernels.cuda.moe.configurations import GroupedConfig
-from inferengine.kernels.cuda.moe.gating import ACTIVATIONS, from_zero, gated, scale_of, unpacked, widened
+from inferengine.kernels.cuda.moe.gating import ACTIVATIONS, from_zero, gated, scale_of
+from inferengine.kernels.cuda.moe.layout import mx_quarters
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.experts import Gating
 
 NUMBERS, FP8, FP8_GROUPS, MXFP4, INT8, INT4 = range(6)  # kinds of weights
-MX_STEP = 128  # columns of MXFP4 that one word of scales covers; of INT4 that 32 words hold
+MX_STEP = 128  # columns of MXFP4 that one word of scales covers
 
 
 class ExpertMatrix(NamedTuple):
     """One projection of all experts as the kernels read it.
 
-    `codes` [experts * rows, columns]; codes of 4 bits are int16 [experts * rows, padded columns / 4], where word j of
-    each 32 words holds columns 128 c + j, 128 c + 32 + j and so on, the first in its lowest bits.
+    `codes` [experts * rows, columns]; codes of 4 bits are int32 [experts * tiles, slices, 16, 16] (layout.py).
     `scales`: FP8 and INT8 [experts * rows] fp32; groups of 128 columns [experts, groups, rows] fp32; MXFP4 [experts,
     padded columns / 128, rows] int32, each holding four exponents; INT4 [experts, groups, rows] int32, an fp32 number
     whose lowest 4 bits are replaced by the zero point's code.
@@ -48,6 +49,11 @@ class ExpertMatrix(NamedTuple):
     columns: int
     shared_rows: int = 1  # neighbouring rows with equal scales
     group: int = MX_STEP  # columns of INT4 with one scale: 32, 64 or a multiple of 128
+
+    @property
+    def has_nibbles(self) -> bool:
+        """Return whether codes have 4 bits."""
+        return self.kind in (MXFP4, INT4)
 
 
 class Pairs(NamedTuple):
@@ -83,9 +89,14 @@ def multiply(
         return out
     by_pair = pairs.order is None or pairs.starts is None
     blocks = num_pairs if by_pair else most_blocks(num_pairs, weight.num_experts, tuned.block_m)
-    block_k = max(tuned.block_k, MX_STEP) if weight.kind in (MXFP4, INT4) else tuned.block_k
+    block_k = max(tuned.block_k, MX_STEP) if weight.has_nibbles else tuned.block_k
     tma = tuned.tma and weight.kind == NUMBERS and weight.columns * x.element_size() % 16 == 0
-    codes = TensorDescriptor.from_tensor(weight.codes, [tuned.block_n, block_k]) if tma else weight.codes
+    hardware = x.is_cuda and x.dtype == torch.bfloat16
+    codes: object = weight.codes
+    if tma:
+        codes = TensorDescriptor.from_tensor(weight.codes, [tuned.block_n, block_k])
+    elif weight.kind == INT4 or (weight.kind == MXFP4 and hardware):
+        codes = weight.codes.view(torch.int16)
     _grouped_kernel[(blocks * triton.cdiv(weight.rows, tuned.block_n),)](
         x,
         codes,
@@ -103,7 +114,8 @@ def multiply(
         BLOCK_E=triton.next_power_of_2(weight.num_experts),
         N=weight.rows,
         K=weight.columns,
-        STRIDE=weight.codes.shape[1],
+        SLICES=weight.codes.shape[1] if weight.has_nibbles else 0,
+        ROW_TILES=len(weight.codes) // weight.num_experts if weight.has_nibbles else 0,
         CHOSEN=k,
         BLOCK_M=tuned.block_m,
         BLOCK_N=tuned.block_n,
@@ -117,7 +129,7 @@ def multiply(
         GATED=gating is not None,
         PART=pairs.is_part,
         ACTIVATION=0 if gating is None else ACTIVATIONS[gating.activation],
-        HARDWARE=x.is_cuda and x.dtype == torch.bfloat16,
+        HARDWARE=hardware,
         STAGES=tuned.num_stages,
         num_warps=tuned.num_warps,
         num_stages=tuned.num_stages,
@@ -181,6 +193,13 @@ def _by_row(values, WEIGHT_LEFT: tl.constexpr):
         return values[None, :]
 
 
+@triton.jit
+def _row_at(expert, n, ROW_TILES: tl.constexpr, SLICES: tl.constexpr, WORDS: tl.constexpr):
+    """Where the first slice of rows n of an expert begins, in words of which a slice of a row has WORDS (layout.py)."""
+    tile = tl.minimum(n // 16, ROW_TILES - 1)
+    return (expert.to(tl.int64) * ROW_TILES + tile) * (SLICES * 16 * WORDS) + (n % 2 * 8 + n % 16 // 2) * WORDS
+
+
 @triton.jit(do_not_specialize=["num_pairs", "alpha", "limit"])
 def _grouped_kernel(
     x_ptr,
@@ -199,7 +218,8 @@ def _grouped_kernel(
     BLOCK_E: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    STRIDE: tl.constexpr,
+    SLICES: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     CHOSEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -252,8 +272,9 @@ def _grouped_kernel(
 
     if KIND == 3:
         b = tl.arange(0, 32)
-        codes_at = codes_ptr + row[:, None] * STRIDE + b[None, :]
-        scales_at = scales_ptr + expert.to(tl.int64) * (N * (STRIDE // 32)) + tl.minimum(n, N - 1)
+        WORDS: tl.constexpr = 32 if HARDWARE else 16  # of a row's slice
+        codes_at = codes_ptr + _row_at(expert, n, ROW_TILES, SLICES, WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
+        scales_at = scales_ptr + expert.to(tl.int64) * (N * SLICES) + tl.minimum(n, N - 1)
         if WEIGHT_LEFT:
             x_at = x_ptr + x_row[None, :] * x_stride + b[:, None]
         else:
@@ -261,14 +282,14 @@ def _grouped_kernel(
         for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             for step in tl.static_range(BLOCK_K // 128):
                 start = begin + step * 128
-                if STRIDE % (BLOCK_K // 4) == 0:
+                slice_at = codes_at + start // 128 * (16 * WORDS)
+                if SLICES % (BLOCK_K // 128) == 0:
                     exponents = tl.load(scales_at + start // 128 * N)
-                    words = tl.load(codes_at + start // 4)
+                    quarters = mx_quarters(slice_at, None, HARDWARE)
                 else:
                     there = start + n * 0 < K
                     exponents = tl.load(scales_at + start // 128 * N, mask=there, other=0)
-                    words = tl.load(codes_at + start // 4, mask=there[:, None], other=0)
-                quarters = unpacked(words, HARDWARE)
+                    quarters = mx_quarters(slice_at, there, HARDWARE)
                 for quarter in tl.static_range(4):
                     first = start + quarter * 32
                     if WEIGHT_LEFT:
@@ -282,8 +303,10 @@ def _grouped_kernel(
     elif KIND == 5:
         SPAN: tl.constexpr = GROUP if GROUP < 128 else 128
         b = tl.arange(0, 32)
-        codes_at = codes_ptr + row[:, None] * STRIDE + b[None, :]
-        scales_at = scales_ptr + expert.to(tl.int64) * (N * ((4 * STRIDE + GROUP - 1) // GROUP)) + tl.minimum(n, N - 1)
+        codes_at = codes_ptr + _row_at(expert, n, ROW_TILES, SLICES, 32)[:, None] + b[None, :]
+        scales_at = (
+            scales_ptr + expert.to(tl.int64) * (N * ((128 * SLICES + GROUP - 1) // GROUP)) + tl.minimum(n, N - 1)
+        )
         if WEIGHT_LEFT:
             x_at = x_ptr + x_row[None, :] * x_stride + b[:, None]
         else:
@@ -292,7 +315,7 @@ def _grouped_kernel(
             for step in tl.static_range(BLOCK_K // 128):
                 start = begin + step * 128
                 there = start + n * 0 < K
-                words = tl.load(codes_at + start // 4, mask=there[:, None], other=0)
+                words = tl.load(codes_at + start // 128 * 512, mask=there[:, None], other=0)
                 for part in tl.static_range(128 // SPAN):
                     points = tl.load(scales_at + (start + part * SPAN) // GROUP * N, mask=there, other=0)
                     product = tl.zeros_like(acc)
@@ -327,17 +350,17 @@ def _grouped_kernel(
             if TMA:
                 weight = codes_ptr.load([(first_row + n_first).to(tl.int32), start])
             elif EVEN_K:
-                weight = tl.load(codes_ptr + row[:, None] * STRIDE + start + k[None, :])
+                weight = tl.load(codes_ptr + row[:, None] * K + start + k[None, :])
             else:
                 weight = tl.load(
-                    codes_ptr + row[:, None] * STRIDE + start + k[None, :], mask=(start + k < K)[None, :], other=0.0
+                    codes_ptr + row[:, None] * K + start + k[None, :], mask=(start + k < K)[None, :], other=0.0
                 )
             if KIND == 0:
                 acc = _multiplied(x, weight, acc, WEIGHT_LEFT)
             elif KIND == 1:
                 acc = _multiplied(x, widened(weight, HARDWARE).to(x.dtype), acc, WEIGHT_LEFT)
             elif KIND == 4:
-                acc = _multiplied(x, weight.to(tl.float32).to(x.dtype), acc, WEIGHT_LEFT)
+                acc = _multiplied(x, byte_numbers(weight, x.dtype, HARDWARE), acc, WEIGHT_LEFT)
             else:
                 scale = tl.load(scales_at + start // 128 * N)
                 product = _multiplied(x, widened(weight, HARDWARE).to(x.dtype), tl.zeros_like(acc), WEIGHT_LEFT)

@@ -11,9 +11,17 @@ import torch
 from torch.nn import functional
 
 from inferengine.errors import ConfigError
+from inferengine.kernels.cuda.moe import fragments
 from inferengine.kernels.cuda.moe.blocks import BlockMatrix, block_matrix, multiply_blocks
 from inferengine.kernels.cuda.moe.combine import add_weighted
-from inferengine.kernels.cuda.moe.configurations import SINGLE, ExpertsKey, PairConfig, choose
+from inferengine.kernels.cuda.moe.configurations import (
+    NOT_FRAGMENTS,
+    SINGLE,
+    ExpertsKey,
+    FragmentConfig,
+    PairConfig,
+    choose,
+)
 from inferengine.kernels.cuda.moe.grouped import (
     FP8,
     FP8_GROUPS,
@@ -26,6 +34,7 @@ from inferengine.kernels.cuda.moe.grouped import (
     Pairs,
     multiply,
 )
+from inferengine.kernels.cuda.moe.layout import in_tiles
 from inferengine.kernels.cuda.moe.pairs import multiply_pairs, reads
 from inferengine.kernels.cuda.moe.routing import choose_experts, group_pairs
 from inferengine.kernels.experts import ExpertBlocks, ExpertCodes, Gating, Routing
@@ -99,7 +108,7 @@ def matrix(
 
 
 def _mxfp4_layout(weight: ExpertCodes, num_experts: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arrange MXFP4 weights: codes as `_in_words` orders them, and four scales in a word, by expert and group.
+    """Arrange MXFP4 weights: codes as layout.py has them, and four scales in a word, by expert and group.
 
     Raises ConfigError for scales above 2, which the kernels' numbers cannot represent.
     """
@@ -108,7 +117,7 @@ def _mxfp4_layout(weight: ExpertCodes, num_experts: int, columns: int) -> tuple[
     pad = -columns % MX_STEP
     scales = functional.pad(weight.scales, (0, pad // 32), value=127)
     words = scales.contiguous().view(torch.int32)  # little-endian: the first scale is the lowest byte
-    return _in_words(weight.codes, num_experts), _by_group(words, num_experts)
+    return in_tiles(weight.codes, num_experts, mx=True), _by_group(words, num_experts)
 
 
 def _int4_layout(weight: ExpertCodes, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -127,25 +136,12 @@ def _int4_layout(weight: ExpertCodes, num_experts: int) -> tuple[torch.Tensor, t
     missing = -(-padded // group) - scales.shape[1]
     scales, zeros = (functional.pad(values, (0, missing)) for values in (scales, zeros))
     words = (scales.float().contiguous().view(torch.int32) & -16) | zeros.int()
-    return _in_words(weight.codes, num_experts), _by_group(words, num_experts), group
+    return in_tiles(weight.codes, num_experts, mx=False), _by_group(words, num_experts), group
 
 
 def _by_group(words: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Transpose scales: [experts * rows, groups] -> [experts, groups, rows]."""
     return words.view(num_experts, -1, words.shape[1]).transpose(1, 2).contiguous()
-
-
-def _in_words(codes: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Convert 4-bit codes, two in a byte, to words of four codes whose columns are 32 apart."""
-    codes = functional.pad(codes, (0, -2 * codes.shape[1] % MX_STEP // 2))
-    moved = torch.empty(len(codes), codes.shape[1] // 2, dtype=torch.int16, device=codes.device)
-    for part, place in zip(codes.chunk(num_experts), moved.chunk(num_experts), strict=True):  # in pieces: less memory
-        columns_of = torch.stack((part & 15, part >> 4), -1).flatten(1).unflatten(1, (-1, 4, 32)).int()
-        words = columns_of[:, :, 0].clone()
-        for quarter in range(1, 4):
-            words |= columns_of[:, :, quarter] << (4 * quarter)
-        place.copy_(words.flatten(1))
-    return moved
 
 
 class MoeKernels:
@@ -229,6 +225,10 @@ def _product(
 ) -> torch.Tensor:
     if isinstance(weight, BlockMatrix):
         return multiply_blocks(x, weight, pairs, config, gating=gating)
+    if isinstance(config, FragmentConfig):
+        if fragments.reads(x, weight):
+            return fragments.multiply_fragments(x, weight, pairs, config, gating=gating)
+        return multiply(x, weight, pairs, NOT_FRAGMENTS, gating=gating)
     if not isinstance(config, PairConfig):
         return multiply(x, weight, pairs, config, gating=gating)
     if reads(weight, config):

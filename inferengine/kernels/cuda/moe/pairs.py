@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from inferengine.kernels.cuda.codes import widened
 from inferengine.kernels.cuda.moe.configurations import PairConfig
-from inferengine.kernels.cuda.moe.gating import ACTIVATIONS, gated, widened
+from inferengine.kernels.cuda.moe.gating import ACTIVATIONS, gated
 from inferengine.kernels.cuda.moe.grouped import FP8, FP8_GROUPS, NUMBERS, ExpertMatrix
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 from inferengine.kernels.experts import Gating

@@ -38,6 +38,7 @@ from inferengine.kernels.cuda.dispatch import (
 from inferengine.kernels.cuda.moe.configurations import (
     ExpertsChoice,
     ExpertsKey,
+    FragmentConfig,
     GroupedConfig,
     PairConfig,
     experts_choices,
@@ -54,7 +55,7 @@ ROWS = (
 )  # that are measured; a run reaches up to each of them from the one before
 SHIPPED = Path(__file__).with_name("tables")
 KERNEL_SOURCES = (
-    *("activation.py", "mma.py", "norm.py", "pdl.py", "rope_kv_write.py", "split_k.py"),
+    *("activation.py", "codes.py", "mma.py", "norm.py", "pdl.py", "rope_kv_write.py", "split_k.py"),
     *("gemm/*.py", "attention/decode.py", "moe/*.py"),
 )
 CONFIGS: dict[Kernel, Any] = {
@@ -73,6 +74,7 @@ WITHOUT_CONFIG = (Kernel.GEMV_HOPPER, Kernel.QUANTIZE_INPUTS)
 FLAGS = ("preload", "weight_left", "tma", "fused")  # fields of configurations that are true or false
 POWERS_OF_TWO = {  # the largest value that a kernel takes
     "block_m": 256, "block_n": 256, "block_k": 2048, "block_tokens": 128, "num_warps": 8, "tiles": 2, "row_blocks": 4,
+    "pair_blocks": 4, "row_warps": 4, "column_warps": 4,
 }  # fmt: skip
 NUMBERS = {  # the smallest and the largest
     "num_stages": (1, 8), "splits": (1, 64), "chunks": (1, 256), "num_splits": (1, 64), "min_tiles": (1, 64),
@@ -345,6 +347,8 @@ def _config(kind: Any, values: list[Any]) -> Any:
     for name, value in config._asdict().items():
         if name in FLAGS:
             valid = isinstance(value, bool)
+        elif name == "registers":
+            valid = value is None or (type(value) is int and 64 <= value <= 248 and value % 8 == 0)
         elif type(value) is not int:
             valid = False
         elif name in POWERS_OF_TWO:
@@ -360,7 +364,7 @@ def _config(kind: Any, values: list[Any]) -> Any:
 # -- attention and experts ---------------------------------------------------------------------------------------------
 
 CHOICE_KINDS: dict[str, Any] = {"attention": AttentionKey, "experts": ExpertsKey}
-EXPERT_CONFIGS: dict[str, Any] = {"PAIR": PairConfig, "GROUPED": GroupedConfig}
+EXPERT_CONFIGS: dict[str, Any] = {"PAIR": PairConfig, "GROUPED": GroupedConfig, "FRAGMENT": FragmentConfig}
 
 
 def _choice_entry_values(rows: int, entry: ChoiceEntry) -> list[Any]:
@@ -377,7 +381,7 @@ def _choice_key(kind: Any, name: str) -> ChoiceKey:
 
 def _choice_entry(key: ChoiceKey, rows: int, best: Any, second: Any, times: Any) -> ChoiceEntry:
     def read(values: list[Any]) -> Any:
-        return _decode_config(key, rows, values) if isinstance(key, AttentionKey) else _experts_choice(values)
+        return _decode_config(key, rows, values) if isinstance(key, AttentionKey) else _experts_choice(key, values)
 
     found = {str(case): CaseTimes(*(_us(each) for each in values)) for case, values in times.items()}
     return ChoiceEntry(read(best), read(second), found)
@@ -400,11 +404,13 @@ def _decode_config(key: AttentionKey, rows: int, values: list[Any]) -> DecodeCon
     return config
 
 
-def _experts_choice(values: list[Any]) -> ExpertsChoice:
+def _experts_choice(key: ExpertsKey, values: list[Any]) -> ExpertsChoice:
     is_grouped, *products = values
     gate_up, down = (_config(EXPERT_CONFIGS[name], numbers) for name, *numbers in products)
     if not isinstance(is_grouped, bool):
         raise ValueError(f"grouped = {is_grouped!r}")
     if is_grouped and PairConfig in (type(gate_up), type(down)):
         raise ValueError(f"pairs by themselves that are grouped: {values}")
+    if FragmentConfig in (type(gate_up), type(down)) and not key.format.startswith(("mxfp4", "int4")):
+        raise ValueError(f"4-bit codes in {key.format}: {values}")
     return ExpertsChoice(is_grouped, gate_up, down)

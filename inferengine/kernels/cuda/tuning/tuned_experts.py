@@ -13,6 +13,7 @@ from inferengine.kernels.cuda.moe.configurations import (
     RULES,
     ExpertsChoice,
     ExpertsKey,
+    FragmentConfig,
     GroupedConfig,
     PairConfig,
     rule_choice,
@@ -22,6 +23,7 @@ EVEN, SKEWED = "even", "skewed"
 STAGES = ((64,), (1, 16), (256, 8), (32, 128), (1024, 4096))
 OTHERS = (4, 2, 24, 96, 48, 192, 512, 2048, 384, 320, 448, 768, 1536, 3072, 6144, 8192)
 MOST_PAIRS_APART = 512  # of token and expert, up to which pairs by themselves are tried
+MOST_FRAGMENT_PAIRS = 16  # of an expert on average, up to which codes straight from registers are tried
 MORE: dict[str, tuple[Any, ...]] = {  # than the rules name
     "numbers": (
         PairConfig(4, 512, 4),
@@ -36,6 +38,10 @@ MORE: dict[str, tuple[Any, ...]] = {  # than the rules name
         GroupedConfig(16, 64, 128, 4, 4, True),
         GroupedConfig(16, 128, 128, 4, 3, True),
         GroupedConfig(32, 64, 128, 4, 4, True),
+        FragmentConfig(1, 2, 2, 2, 2, None),
+        FragmentConfig(1, 1, 2, 4, 2, 96),
+        FragmentConfig(2, 2, 4, 1, 1, 128),
+        FragmentConfig(2, 2, 4, 1, 2, None),
     ),
 }
 
@@ -96,16 +102,19 @@ class TunedExperts(NamedTuple):
         return 2 * rows * self.key.num_chosen * held * 1.5 * self.key.rows * self.key.columns
 
     def _configurations(self, rows: int, *, is_gate_up: bool, is_grouped: bool) -> list[Any]:
-        """The configurations for one product: of pairs by themselves those of the rules and vector units, else those
-        whose tiles hold about as many pairs as an expert has."""
+        """The configurations for one product: of pairs by themselves those of the rules, vector units and codes from
+        registers, else those whose tiles hold about as many pairs as an expert has."""
         rules, more = RULES[self.operands], MORE.get(self.operands, ())
+        found = [rule.gate_up if is_gate_up else rule.down for rule in rules.grouped]
         if not is_grouped:
             named = [config for rule in rules.pairs for config in (rule.gate_up, rule.down)]
-            return list(dict.fromkeys((*named, *(each for each in more if isinstance(each, PairConfig)))))
-        found = [rule.gate_up if is_gate_up else rule.down for rule in rules.grouped]
+            single = [each for each in (*found, *more) if isinstance(each, FragmentConfig) and each.pair_blocks == 1]
+            return list(dict.fromkeys((*named, *(each for each in more if isinstance(each, PairConfig)), *single)))
+        return [each for each in dict.fromkeys((*found, *more)) if self._suits(each, rows)]
+
+    def _suits(self, config: Any, rows: int) -> bool:
+        """Return whether to try a configuration for pairs that are grouped by expert."""
         pairs = rows * self.key.num_chosen / self.key.num_experts
-        return [
-            each
-            for each in dict.fromkeys((*found, *more))
-            if isinstance(each, GroupedConfig) and min(pairs, 128) / 8 <= each.block_m <= max(32, 8 * pairs)
-        ]
+        if isinstance(config, FragmentConfig):
+            return pairs <= MOST_FRAGMENT_PAIRS
+        return isinstance(config, GroupedConfig) and min(pairs, 128) / 8 <= config.block_m <= max(32, 8 * pairs)
