@@ -408,3 +408,24 @@ def test_shares_at_random_get_every_token_and_leave_nothing_behind(seed: int) ->
     assert isinstance(fair, FairShare)
     assert not fair._parts
     assert not fair._num_running
+
+
+def test_prompts_of_two_units_a_token_advance_where_a_share_of_the_budget_is_one() -> None:
+    """Log-probabilities of a prompt make its tokens cost two."""
+    run = Run(make_capacity(256), budget=4)
+    requests = [make_request(uid, 40, 2, tenant=f"tenant {uid}", prompt_logprobs=0) for uid in range(1, 5)]
+    run.submit(*requests)
+    for _ in range(400):
+        run.step()
+    assert {uid: run.finished[uid][0] for uid in run.finished} == dict.fromkeys(range(1, 5), "length")
+
+
+def test_prompts_of_two_units_a_token_advance_beside_a_stream() -> None:
+    """Where a stream leaves little of a step, every prompt still gets on before it ends."""
+    run = Run(make_capacity(256), budget=5)
+    run.submit(make_request(QUIET, 2, 900, tenant="stream"))
+    run.step()
+    run.submit(*[make_request(uid, 40, 2, tenant=f"tenant {uid}", prompt_logprobs=0) for uid in range(1, 5)])
+    for _ in range(300):
+        run.step()
+    assert sorted(run.finished) == [1, 2, 3, 4]

@@ -475,8 +475,10 @@ class Planner:
                 continue  # preempted in this step
             count = self._chunk(sequence, sequence.num_pending, builder)
             if budgets is not None:
-                cost = sequence.token_cost
-                count = min(count, budgets[sequence.request.share] // cost)
+                cost, left = sequence.token_cost, budgets[sequence.request.share]
+                count = (
+                    min(count, max(1, left // cost)) if left > 0 else 0
+                )  # 1: as in _chunk, else nobody might advance
                 budgets[sequence.request.share] -= count * cost
             if count and self._preemptor.allocate_beside(builder.rows, sequence, sequence.num_computed + count, now):
                 builder.add_chunk(sequence, count)
