@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import pytest
 
@@ -477,3 +478,13 @@ def test_the_marks_of_reasoning_are_those_of_the_template(mode: str, template: s
 def test_the_format_is_found_by_the_template(template: str, name: str | None) -> None:
     found = detect(template)
     assert (found.name if found else None) == name
+
+
+@pytest.mark.parametrize("written", ["a" * 100_000, '\\"' * 50_000, '"' * 100_001], ids=["word", "quotes", "texts"])
+def test_a_long_call_of_gemma_4_that_is_none_holds_nobody_up(written: str) -> None:
+    """Whoever asks for such an output would else stop a whole front end for minutes."""
+    output = f"<|tool_call>call:f{{{written}}}<tool_call|>"
+    begin = time.process_time()
+    parts = FORMATS["gemma4"].make_parser({}).push(output, final=True)
+    assert time.process_time() - begin < 5.0
+    assert "".join(part.text for part in parts if isinstance(part, Content)) == output

@@ -13,7 +13,9 @@ OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 RESPONSE = "<|tool_response>"  # what the model waits for after its calls
 MARKS = (OPEN, CLOSE, QUOTE)
 _CALL = re.compile(r"\s*call:([^\s<>{}\"']{1,128})(\{.*\})\s*", re.DOTALL)
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s\[\]{},:"]+(?=\s*:)')  # a text of JSON, or the name of a value
+# A text of JSON, or the name of a value. Both are read in one pass, whatever a model writes: a word is tried at its
+# beginning alone, and a text without an end, which no JSON has, is one match.
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|(?<![^\s\[\]{},:"])[^\s\[\]{},:"]++(?=\s*+:)')
 
 
 class Gemma4Parser:
