@@ -138,6 +138,7 @@ def server_config(
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=False,  # as of the HTTP front end
         backlog=BACKLOG,
         timeout_graceful_shutdown=STOP_TIMEOUT_S,
     )
