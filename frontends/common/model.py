@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -121,6 +121,13 @@ class ModelSource(Protocol):
         ...
 
 
+def _num_characters(message: Mapping[str, Any]) -> int:
+    """Return about how much of a message is to be rendered: its content, and arguments of calls that are texts, which
+    were cut and are read piece by piece."""
+    calls = [call["function"].get("arguments") for call in message.get("tool_calls") or ()]
+    return len(str(message.get("content") or "")) + sum(len(text) for text in calls if isinstance(text, str))
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """A model's tokenizer, chat template and defaults. Shared by all requests."""
@@ -182,7 +189,7 @@ class ServedModel:
             raise InvalidRequest(
                 "messages", "this model has no chat template: use /v1/completions with a prompt", code="unsupported"
             )
-        template, size = self.template, sum(len(str(message.get("content") or "")) for message in messages)
+        template, size = self.template, sum(map(_num_characters, messages))
         if size <= SHORT_TEXT_CHARACTERS and len(messages) <= 32:
             return template.render(messages, **options)
         return await asyncio.to_thread(lambda: template.render(messages, **options))
