@@ -47,6 +47,7 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 _CONTINUE_MARK = "\ue000CONTINUE\ue001"  # private use characters: no template and no message contains them by chance
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names under which templates read earlier reasoning
 MAX_ARGUMENT_DEPTH = 100  # of brackets in arguments that are no whole JSON
+MAX_CUT_ARGUMENTS = 100_000  # characters of cut arguments that are read; a body of megabytes would take seconds
 _JSON_PIECE = re.compile(r'"(?:[^"\\]+|\\.)*(?P<closed>")?|[{}\[\],]', re.DOTALL)
 _HALF_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u[0-9a-fA-F]{0,3})?$")
 _PROBE = "\ue000PROBE\ue001"
@@ -248,7 +249,10 @@ def _object_of(arguments: Any) -> Any:
 
 def salvage(text: str) -> dict[str, Any]:
     """Return the object that a text of JSON begins, for arguments that were cut or are wrong: with its strings and
-    brackets closed, or as far as its last complete member; empty where there is none."""
+    brackets closed, or as far as its last complete member; empty where there is none, or for a text of more than
+    MAX_CUT_ARGUMENTS characters."""
+    if len(text) > MAX_CUT_ARGUMENTS:
+        return {}
     closers: list[str] = []
     last: tuple[int, str] | None = None  # of the last comma: its place, and what closes the text before it
     tail = ""

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.text import ChatTemplate, check_messages
-from inferengine.text.chat_template import with_tools
+from inferengine.text.chat_template import MAX_CUT_ARGUMENTS, salvage, with_tools
 from inferengine.text.output_parser import detect
 from tests.text import templates
 
@@ -461,3 +461,9 @@ def test_the_format_of_calls_is_read_off_each_style() -> None:
         "granite": "granite",
         "pythonic": "pythonic",
     }
+
+
+def test_cut_arguments_are_read_up_to_a_length() -> None:
+    text = '{"a": "'
+    assert salvage(text + "x" * (MAX_CUT_ARGUMENTS - len(text))).keys() == {"a"}
+    assert salvage(text + "x" * MAX_CUT_ARGUMENTS) == {}
