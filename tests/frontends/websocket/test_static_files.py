@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 
 import httpx
 import pytest
@@ -183,8 +184,8 @@ def test_a_browser_under_a_rebound_name_is_shown_what_to_do(server):
 
 
 def test_a_program_s_handshake_under_a_rebound_name_is_refused(server):
-    url = f"ws://127.0.0.1:{server.port}/v1/ws"
-    with pytest.raises(InvalidStatus) as refused, connect(url, additional_headers={"Host": "evil.example"}):
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    with pytest.raises(InvalidStatus) as refused, connect("ws://evil.example/v1/ws", sock=connection):
         pass
     assert refused.value.response.status_code == 403
     assert b"ws.allowed_hosts" in refused.value.response.body
