@@ -259,9 +259,8 @@ class MetricsServer:
 
         try:
             self._server = HTTPServer((HOST, port), Handler)
-        except (OSError, OverflowError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "ports end at 65535"
-            message = f"engine.metrics_port {port} on {HOST} cannot be bound ({reason}): choose another"
+        except OSError as error:
+            message = f"engine.metrics_port {port} on {HOST} cannot be bound ({error.strerror}): choose another"
             raise AddressTaken(message) from None
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="inferengine-metrics", daemon=True)
