@@ -202,7 +202,7 @@ class TestAddresses:
         assert not list(tmp_path.glob("**/*.sock*"))
 
     def test_a_port_of_metrics_that_is_none_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="engine.metrics_port: must be at most 65535; got 70000"):
+        with pytest.raises(ConfigError, match=r"engine\.metrics_port: must be at most 65535; got 70000"):
             make_config(str(tmp_path), engine={"metrics_port": 70000})
 
     def test_the_socket_is_not_for_everybody(self, tmp_path: Path) -> None:
