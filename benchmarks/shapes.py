@@ -1,7 +1,13 @@
-"""config.json of the models that the benchmarks name, so that speed can be measured without their weights."""
+"""config.json of the models that the benchmarks name, so that speed can be measured without their weights.
+
+python -m benchmarks.shapes FOLDER NAME ...     writes FOLDER/NAME with config.json and a tokenizer for each
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 EMBEDDED = {
@@ -128,3 +134,44 @@ SHAPES: dict[str, dict[str, Any]] = {
     "stablelm-3b": STABLELM_3B,
     "gemma-2-9b": GEMMA_2_9B,
 }
+
+
+def write_model(folder: Path, name: str) -> None:
+    """Write config.json of a shape, and a tokenizer with a token for every id, to an existing folder."""
+    (folder / "config.json").write_text(json.dumps(SHAPES[name]))
+    write_tokenizer(folder, SHAPES[name]["vocab_size"])
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer of bytes and fillers: a token for every id, so that grammars have a vocabulary."""
+    letters = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 256))]
+    letters += [chr(256 + i) for i in range(256 - len(letters))]
+    vocab = {letter: index for index, letter in enumerate(letters)}
+    vocab |= {f"Ġx{index}": index for index in range(len(letters), vocab_size)}
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": False},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(document, ensure_ascii=False))
+    (folder / "tokenizer_config.json").write_text("{}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="+", choices=sorted(SHAPES), metavar="NAME")
+    options = parser.parse_args()
+    for name in options.names:
+        (options.folder / name).mkdir(parents=True, exist_ok=True)
+        write_model(options.folder / name, name)
+
+
+if __name__ == "__main__":
+    main()

@@ -27,10 +27,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, write_model
 from inferengine import LLM, SamplingParams
 from inferengine.bench.environment import write_result
-from tests.gpu.compilations import tokenizer_files
 
 PROMPT, OUTPUT, FIRST = 100, 96, 8  # tokens; steps that do not count
 
@@ -39,9 +38,8 @@ class Measurement:
     """A loaded model and when its steps ended."""
 
     def __init__(self, shape: str, ranks: int, folder: Path, length: int, quantization: str) -> None:
-        config = dict(SHAPES[shape])
-        (folder / "config.json").write_text(json.dumps(config))
-        tokenizer_files(folder, config["vocab_size"])
+        config = SHAPES[shape]
+        write_model(folder, shape)
         self.llm = LLM(
             str(folder),
             model={

@@ -1,11 +1,11 @@
 """Two cards of one machine, in one command with a time limit: exactness, lost ranks, speed beside a peer, HTTP.
 
-python -m benchmarks.two_cards --out FOLDER [--total 580] [--jobs exactness,losses,8b] [--peer-path FOLDER]
+python -m benchmarks.two_cards --json FILE [--total 580] [--jobs exactness,losses,8b] [--peer-path FOLDER]
 
 Jobs run one after the other, in the order of `jobs`, which is that of their worth. Each has a limit; one that could
 hardly end in the rest of `--total` is left out, and its name is printed. A job that fails or hangs ends with its
-processes, and the next one begins. FOLDER/two-cards.json has what every job found and is written anew after each;
-FOLDER/logs.tar.gz what they said.
+processes, and the next one begins. FILE has what every job found and is written anew after each; logs.tar.gz beside
+it what they said.
 
 - `exactness`: tests/gpu/ranks.py
 - `losses`: SIGKILL and SIGSTOP of a rank, 10 times each, in services side by side (benchmarks/stall_recovery.py)
@@ -34,9 +34,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, write_model
 from inferengine.bench.environment import write_result
-from inferengine.bench.evidence import local_service
+from inferengine.bench.services import local_service
 from inferengine.config import parse_flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,11 +111,11 @@ def jobs(folder: Path, *, card_mib: int, peer: Sequence[str], losses: int, servi
 class Runner:
     """Runs jobs until the time is over. `begin` is when it began, of time.monotonic."""
 
-    def __init__(self, out: Path, logs: Path, total_s: float, begin: float, *, share: float = 0.6) -> None:
-        """`logs`: a folder for what jobs write. `share`: a job begins where at least this share of its usual time is
-        left."""
-        self._out, self._logs, self._end, self._share = out, logs, begin + total_s, share
-        for folder in (out, logs):
+    def __init__(self, result: Path, logs: Path, total_s: float, begin: float, *, share: float = 0.6) -> None:
+        """`result`: the file for all that was found; logs.tar.gz goes beside it. `logs`: a folder for what jobs write.
+        `share`: a job begins where at least this share of its usual time is left."""
+        self._result, self._logs, self._end, self._share = result, logs, begin + total_s, share
+        for folder in (result.parent, logs):
             folder.mkdir(parents=True, exist_ok=True)
         self.found: dict[str, Row] = {}
         self._document: Row = {}
@@ -158,8 +158,8 @@ class Runner:
 
     def write(self) -> None:
         """Write what has been found so far."""
-        write_result(self._out / "two-cards.json", {**self._document, "benchmark": "two_cards", "jobs": self.found})
-        with tarfile.open(self._out / "logs.tar.gz", "w:gz") as archive:
+        write_result(self._result, {**self._document, "benchmark": "two_cards", "jobs": self.found})
+        with tarfile.open(self._result.with_name("logs.tar.gz"), "w:gz") as archive:
             for log in sorted(self._logs.glob("*.log")):
                 archive.add(log, log.name)
 
@@ -214,12 +214,9 @@ def summary(result: Row) -> list[str]:
 
 def serve(shape: str, flags: dict[str, Any], path: Path) -> None:
     """Serve a shape with random weights over HTTP and load it with STREAMS streams."""
-    from tests.gpu.compilations import tokenizer_files
-
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
-        tokenizer_files(folder, SHAPES[shape]["vocab_size"])
+        write_model(folder, shape)
         words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
         begin = time.monotonic()
         with local_service(str(folder), "--model.load_format", "dummy", *words) as url:
@@ -244,7 +241,6 @@ def main() -> int:
     begin = time.monotonic()
     flags, rest = parse_flags(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for the results")
     parser.add_argument("--total", type=float, default=580.0, metavar="S", help="seconds for everything")
     parser.add_argument("--jobs", default="", help="comma separated, in this order; default: all")
     parser.add_argument("--losses", type=int, default=10, help="of each signal")
@@ -252,13 +248,11 @@ def main() -> int:
     parser.add_argument("--peer-python", default="", help="a Python that has vllm; default: this one")
     parser.add_argument("--peer-path", default="", help="put before PYTHONPATH of the peer")
     parser.add_argument("--serve", choices=sorted(SHAPES), help="serve a shape over HTTP and load it")
-    parser.add_argument("--json", type=Path, help="of --serve")
+    parser.add_argument("--json", type=Path, required=True, help="the file for the result")
     options = parser.parse_args(rest)
     if options.serve:
         serve(options.serve, flags, options.json)
         return 0
-    if options.out is None:
-        parser.error("--out is needed")
     peer = [word for name in ("python", "path") if (value := getattr(options, f"peer_{name}"))
             for word in (f"--peer-{name}", value)]  # fmt: skip
     total = memory_mib("total")
@@ -274,7 +268,7 @@ def main() -> int:
         names = options.jobs.split(",") if options.jobs else list(by_name)
         if unknown := set(names) - set(by_name):
             parser.error(f"--jobs knows {', '.join(by_name)}; got {min(unknown)}")
-        runner = Runner(options.out, Path(folder, "logs"), options.total, begin)
+        runner = Runner(options.json, Path(folder, "logs"), options.total, begin)
         runner.run([by_name[name] for name in names], {"card_mib": total})
     failed = [name for name, row in runner.found.items() if row["exit"] != 0]
     print(f"{len(runner.found)} jobs in {time.monotonic() - begin:.0f} s, not passed: {', '.join(failed) or 'none'}")

@@ -26,12 +26,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from inferengine.bench.environment import ROOT, git, revision
+from inferengine.bench.services import HERE, PeerPlace, local_service, peer_service, python_path
 from inferengine.config.environment import variables
 from inferengine.errors import InferEngineError
 
@@ -51,50 +52,7 @@ NO_FILE, NO_MEASUREMENT = "no raw file was kept", "<!-- no measurement -->"
 NOT_RECORDED = "not recorded"
 OLD_COMMITS = 100  # of the code, since a result was measured
 CODE = ("inferengine", "frontends")
-START_S = 180.0
 END_S = 20.0  # for a run to clean up after its limit
-
-
-@contextmanager
-def local_service(*flags: str, core: int | None = None, name: str = "up") -> Iterator[str]:
-    """Run `inferengine up` with these flags, on one core where that is given, and yield its HTTP address.
-
-    Raises InferEngineError where it is not ready after START_S, with what it wrote last.
-    """
-    bound = [] if core is None else ["taskset", "--cpu-list", str(core)]
-    command = [*bound, sys.executable, "-m", "inferengine.cli", "up", "--http.port", "0", "--ws.port", "0", *flags]
-    with tempfile.TemporaryDirectory(prefix="ie-") as folder:
-        log = Path(folder) / f"{name}.log"
-        with log.open("wb") as file:
-            child = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=file,
-                stdin=subprocess.DEVNULL,
-                env={**variables(), "XDG_RUNTIME_DIR": folder, "PYTHONPATH": _path()},
-            )
-        try:
-            yield _address(child, log)
-        finally:
-            child.terminate()
-            child.wait(60)
-
-
-def _path() -> str:
-    """PYTHONPATH of a process: this checkout, then where libraries may be."""
-    return os.pathsep.join([str(ROOT), *filter(None, [variables().get("PYTHONPATH")])])
-
-
-def _address(child: subprocess.Popen[bytes], log: Path) -> str:
-    end = time.monotonic() + START_S
-    while True:
-        text = log.read_text(errors="replace")
-        found = re.search(r"HTTP\s+(http://\S+)", text)
-        if found is not None and "Ready after" in text:
-            return found.group(1)
-        if time.monotonic() > end or child.poll() is not None:
-            raise InferEngineError("engine_unavailable", f"inferengine up is not ready: {text[-2000:]}")
-        time.sleep(0.1)
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
@@ -303,23 +261,31 @@ def write_documents() -> None:
 
 
 class Run(NamedTuple):
-    """A command that makes one result: a module, or a file of scripts/, and its arguments. `{json}` and `{plots}` stand
-    for where it writes, `{url}` for a server of ours.
+    """A command that makes one result: a module, or a file of scripts/, and its arguments. In it and in the flags of
+    servers stand `{json}`, `{plots}` and `{folder}` for where it writes, `{shapes}` for a folder that has each of
+    `shapes` (names of benchmarks/shapes.py) with a tokenizer, `{peer}` for flags that say where vLLM is, `{url}` and
+    `{theirs}` for addresses of servers.
 
-    `service`: flags of the `inferengine up` at `{url}`; None: none. `packages`: what has to be installed for it.
-    `limit_s`: it is ended after this long. `is_timed`: others would disturb its figures, so it runs alone; one that
-    only passes or fails runs beside others of its kind.
+    `service`: flags of the `inferengine up` at `{url}`; None: none. `theirs`: those of the `vllm serve` at `{theirs}`,
+    its model first. `cards`: how many devices it needs. `packages`: what has to be installed for it. `limit_s`: it is
+    ended after this long. `is_timed`: others would disturb its figures, so it runs alone; one that only passes or fails
+    runs beside others of its kind.
     """
 
     name: str
     command: str
     service: str | None = None
-    needs_cuda: bool = False
+    theirs: str | None = None
+    shapes: tuple[str, ...] = ()
+    cards: int = 0
     packages: tuple[str, ...] = ()
     limit_s: float = 1800.0
     is_timed: bool = True
 
 
+TOGETHER = "--load-together --card-gib 70 --json {json} {peer}"  # on a card of 80 GB
+DRAWN = "--rows 1,16,64,128 --workloads decode-drawn,prefill,first-token,short"
+EIGHT = "{shapes}/llama-3.1-8b"
 LOAD = "--url {url} --input 32 --output 32 --plots {plots} --json {json}"
 RUNS = (
     Run("s1", "inferengine.cli simulate s1 --clock cpu --json {json}"),
@@ -342,49 +308,120 @@ RUNS = (
     ),
     Run("ladder-http", 'inferengine.cli bench ladder --serve="--cache.num_blocks 512" --plots {plots} --json {json}'),
     Run("upstream", "benchmarks.upstream --cores 0 1 --rounds 5 --events 160 --json {json}"),
-    Run("kernels", "benchmarks.kernels --out {json}", needs_cuda=True, limit_s=600.0),
-    Run("quantized", "benchmarks.quantized --json {json}", needs_cuda=True, limit_s=600.0),
-    Run("ladder", "benchmarks.ladder --shape llama-3.1-8b --device cuda --json {json}", needs_cuda=True, limit_s=600.0),
+    Run("kernels", "benchmarks.kernels --out {json}", cards=1, limit_s=600.0),
+    Run("quantized", "benchmarks.quantized --json {json}", cards=1, limit_s=600.0),
+    Run("ladder", "benchmarks.ladder --shape llama-3.1-8b --device cuda --json {json}", cards=1, limit_s=600.0),
     Run(
         "deepseek-v2-lite",
         "benchmarks.offline --shape deepseek-v2-lite --batches 1 16 64 128 --output-tokens 48 --prefill 8x4096 "
         "--temperature 1 --json {json}",
-        needs_cuda=True,
+        cards=1,
         limit_s=150.0,
+    ),
+    Run(
+        "offline-onnx",
+        "benchmarks.offline --model inferengine/assets/embedded --batches 1 16 64 --temperature 1 "
+        "--engine.executor onnx --engine.device cuda --json {json}",
+        cards=1,
+        packages=("onnxruntime",),
+        limit_s=120.0,
     ),
     Run(
         "first-token",
         "benchmarks.first_token --shape llama-3.1-8b --prompts 256 1024 --json {json}",
-        needs_cuda=True,
+        cards=1,
         limit_s=180.0,
+    ),
+    Run("first-token-hops", "benchmarks.first_token_hops --shape llama-3.1-8b --json {json}", cards=1, limit_s=120.0),
+    Run(
+        "startup",
+        "benchmarks.startup --shape qwen3-0.6b llama-3.1-8b --fresh --engine-only --runs 3 --model.load_format dummy "
+        "--json {json}",
+        cards=1,
+        limit_s=240.0,
+    ),
+    Run(
+        "codes-dense",
+        "benchmarks.codes --experts --dense int4 int8 --seconds 90 --json {json}",
+        cards=1,
+        limit_s=150.0,
+    ),
+    Run(
+        "codes-experts",
+        "benchmarks.codes --dense --experts qwen3-30b-a3b:int4 --expert-rows 1 16 64 --seconds 90 --json {json}",
+        cards=1,
+        limit_s=150.0,
+    ),
+    Run(
+        "shared-prefix",
+        "benchmarks.shared_prefix --device cuda --rows 64x8000 64x1000 --json {json}",
+        cards=1,
+        limit_s=150.0,
     ),
     Run(
         "tuned",
         "benchmarks.tuned --shapes llama-3.1-8b gpt-oss-20b qwen3-30b-a3b phi-3-mini gemma-2-9b --tables {folder} "
         "--json {json}",
-        needs_cuda=True,
+        cards=1,
         limit_s=900.0,
     ),
     Run(
         "compare-loaded",
-        "inferengine.cli bench compare --model llama-3.1-8b --model gpt-oss-20b --model qwen3-0.6b --load-together "
-        "--json {json}",
-        needs_cuda=True,
+        "inferengine.cli bench compare --model {shapes}/qwen2.5-0.5b --model {shapes}/llama-3.2-1b "
+        f"--model {{shapes}}/qwen3-0.6b {TOGETHER}",
+        shapes=("qwen2.5-0.5b", "llama-3.2-1b", "qwen3-0.6b"),
+        cards=1,
         packages=("vllm",),
-        limit_s=900.0,
+        limit_s=500.0,
     ),
-    Run("test-gpu", "tests.gpu.run --total-seconds 520 --out {json}", needs_cuda=True, limit_s=540.0, is_timed=False),
+    Run(
+        "compare-moe",
+        f"inferengine.cli bench compare --model {{shapes}}/gpt-oss-20b {TOGETHER} {DRAWN}",
+        shapes=("gpt-oss-20b",),
+        cards=1,
+        packages=("vllm",),
+        limit_s=400.0,
+    ),
+    Run(
+        "compare-qwen-moe",
+        f"inferengine.cli bench compare --model {{shapes}}/qwen3-30b-a3b --json {{json}} {{peer}} {DRAWN}",
+        shapes=("qwen3-30b-a3b",),
+        cards=1,
+        packages=("vllm",),
+        limit_s=600.0,
+    ),
+    Run(
+        "compare-long",
+        f"inferengine.cli bench compare --model {{shapes}}/llama-3.1-8b {TOGETHER} --workloads long,prefill",
+        shapes=("llama-3.1-8b",),
+        cards=1,
+        packages=("vllm",),
+        limit_s=400.0,
+    ),
+    Run(
+        "features",
+        "inferengine.cli bench features --url {url} --theirs {theirs} --prompt ids --first-id 300 --last-id 127000 "
+        "--concurrency 64 --requests 128 --input 128 --output 128 --json {json} "
+        "--features 'greedy,filters,penalties,logprobs,n,regex,schema,shared prefix'",  # a counted regex: 1.8 s a step
+        service=f"{EIGHT} --model.load_format dummy --model.max_model_len 8192 --cache.num_blocks 2400",
+        theirs=f"{EIGHT} --load-format dummy --dtype bfloat16 --max-model-len 8192 --gpu-memory-utilization 0.46",
+        shapes=("llama-3.1-8b",),
+        cards=1,
+        packages=("vllm",),
+        limit_s=420.0,
+    ),
+    Run("test-gpu", "tests.gpu.run --total-seconds 520 --out {json}", cards=1, limit_s=540.0, is_timed=False),
     Run(
         "families",
         "scripts/compare_families --device cuda --seeds 1 --json {json}",
-        needs_cuda=True,
+        cards=1,
         limit_s=600.0,
         is_timed=False,
     ),
     Run(
         "families-onnx",
         "scripts/compare_families --executor onnx --device cuda --seeds 1 --json {json}",
-        needs_cuda=True,
+        cards=1,
         packages=("onnxruntime",),
         limit_s=300.0,
         is_timed=False,
@@ -392,10 +429,11 @@ RUNS = (
     Run(
         "soak",
         "benchmarks.soak --hours 0.335 --device cuda --folder {folder} --json {json}",
-        needs_cuda=True,
+        cards=1,
         limit_s=1380.0,
         is_timed=False,
     ),
+    Run("two-cards", "benchmarks.two_cards --total 1150 --json {json} {peer}", cards=2, limit_s=1200.0),
 )
 SIDE_BY_SIDE = 4  # runs that are not timed
 
@@ -418,7 +456,7 @@ def possible_runs(names: Sequence[str], devices: Sequence[str]) -> list[Run]:
         raise InferEngineError("invalid_request", f"--only: '{min(unknown)}' is none of {known}")
     if names:
         return [run for run in RUNS if run.name in names]
-    return [run for run in RUNS if (devices or not run.needs_cuda) and all(map(find_spec, run.packages))]
+    return [run for run in RUNS if run.cards <= len(devices) and all(map(find_spec, run.packages))]
 
 
 def run_all(
@@ -429,11 +467,12 @@ def run_all(
     *,
     seconds: float = math.inf,
     resume: bool = False,
+    peer: PeerPlace = HERE,
 ) -> RunsReport:
     """Run these, results to `folder` as NAME-MACHINE.json: the timed ones in turn, then the others side by side.
 
     `seconds`: begin none whose limit is beyond them; time for the longest that is not timed is kept. `resume`: skip
-    what has a result of this revision there.
+    what has a result of this revision there. `peer`: where vLLM is.
     """
     end = time.monotonic() + seconds
     outcome = RunsReport([], [])
@@ -453,7 +492,7 @@ def run_all(
         say(f"{run.name}: begun, may take {run.limit_s:.0f} s")
         began = time.monotonic()
         try:
-            complaint = _run(run, folder / f"{run.name}-{machine}.json")
+            complaint = _run(run, folder / f"{run.name}-{machine}.json", peer)
         except InferEngineError as error:
             complaint = str(error)
         say(f"{run.name}: {complaint or 'done'} after {time.monotonic() - began:.0f} s")
@@ -477,21 +516,36 @@ def _is_there(file: Path) -> bool:
         return False
 
 
-def _run(run: Run, file: Path) -> str:
+def _run(run: Run, file: Path, peer: PeerPlace) -> str:
     """Return what went wrong; what it printed is in a log beside the result then."""
+    flags = {"python": peer.python, "path": peer.path}
+    places = {
+        "json": file,
+        "plots": EVIDENCE,
+        "folder": file.with_suffix(""),
+        "peer": " ".join(f"--peer-{name} {shlex.quote(value)}" for name, value in flags.items() if value),
+    }
+
+    def words(text: str) -> list[str]:
+        return shlex.split(text.format(**places))
+
     with ExitStack() as stack:
-        url = ""
+        if run.shapes:
+            places["shapes"] = stack.enter_context(tempfile.TemporaryDirectory())
+            command = [sys.executable, "-m", "benchmarks.shapes", str(places["shapes"]), *run.shapes]
+            subprocess.run(command, cwd=ROOT, env={**variables(), "PYTHONPATH": python_path()}, check=True)
         if run.service is not None:
-            url = stack.enter_context(local_service(*shlex.split(run.service)))
-        places = {"url": url, "json": file, "plots": EVIDENCE, "folder": file.with_suffix("")}
-        program, *words = (word.format(**places) for word in shlex.split(run.command))
+            places["url"] = stack.enter_context(local_service(*words(run.service)))
+        if run.theirs is not None:
+            places["theirs"] = stack.enter_context(peer_service(*words(run.theirs), peer=peer))
+        program, *arguments = words(run.command)
         command = [program] if program.startswith("scripts/") else ["-m", program]
         log = file.with_suffix(".log")
         with log.open("wb") as output:
             child = subprocess.Popen(
-                [sys.executable, *command, *words],
+                [sys.executable, *command, *arguments],
                 cwd=ROOT,
-                env={**variables(), "PYTHONPATH": _path()},
+                env={**variables(), "PYTHONPATH": python_path()},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from inferengine.bench import compare as compare_engines
 from inferengine.bench import evidence as evidence_files
-from inferengine.bench import load_generator, plots, suites
+from inferengine.bench import load_generator, plots, services, suites
 from inferengine.bench.environment import environment, write_result
 from inferengine.bench.gpu_trace import GpuTrace
 from inferengine.bench.load_options import WORKLOADS, LoadOptions, request_bodies
@@ -361,7 +361,7 @@ def fragmentation(arguments: Arguments) -> int:
     sizes, flags = numbers(arguments, "block-sizes", int), _flags(arguments)
     served = None
     if flags is not None:
-        served = lambda size: evidence_files.local_service(*flags, "--cache.block_size", str(size))  # noqa: E731
+        served = lambda size: services.local_service(*flags, "--cache.block_size", str(size))  # noqa: E731
     return _series(arguments, lambda load, measured: suites.fragmentation(measured, load, sizes, served))
 
 
@@ -379,7 +379,7 @@ def ladder(arguments: Arguments) -> int:
             raise ConfigError("--rung", f"'{text}' is not like NAME=http://host:8000")
         rungs.append((name, nullcontext(url)))
     if flags is not None:
-        rungs += [(name, evidence_files.local_service(*flags, *own)) for name, own in suites.rung_flags().items()]
+        rungs += [(name, services.local_service(*flags, *own)) for name, own in suites.rung_flags().items()]
     return _series(
         arguments,
         lambda load, measured: suites.ladder(
@@ -543,6 +543,8 @@ EVIDENCE = {
         Option("--results FOLDER", "where results go; default: benchmarks/results of the checkout"),
         Option("--seconds S", "begin no run that could take longer than what is left of these; 0: no limit", 0.0),
         Option("--resume", "skip runs that have a result of this revision in the folder of results"),
+        Option("--peer-python FILE", "a Python that has vllm; default: this one"),
+        Option("--peer-path FOLDER", "put before PYTHONPATH of vllm"),
         Option("--json", "print what failed and what is wrong as JSON"),
     ),
 }
@@ -574,6 +576,7 @@ def evidence(arguments: Arguments) -> int:
                 lambda text: print(text, file=stream, flush=True),
                 seconds=values["seconds"] or math.inf,
                 resume=values["resume"],
+                peer=services.PeerPlace(values["peer_python"], values["peer_path"]),
             )
         evidence_files.write_documents()
     wrong = evidence_files.problems()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import importlib.util
+import re
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -12,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from inferengine.bench import environment, evidence
+from benchmarks.shapes import SHAPES
+from inferengine.bench import compare, environment, evidence, suites
+from inferengine.bench.services import PeerPlace
 from inferengine.cli import main as cli
 from inferengine.errors import ExitCode, InferEngineError
 
@@ -136,8 +140,8 @@ def test_a_revision_that_was_rebased_away_is_as_old_as_its_file(
 
 
 def test_a_machine_runs_what_it_can_and_names_are_checked() -> None:
-    assert not any(run.needs_cuda for run in evidence.possible_runs([], []))
-    assert any(run.needs_cuda for run in evidence.possible_runs([], ["NVIDIA H200"]))
+    for devices in ([], ["NVIDIA H200"], ["NVIDIA H100", "NVIDIA H100"]):
+        assert max(run.cards for run in evidence.possible_runs([], devices)) == len(devices)
     assert [run.name for run in evidence.possible_runs(["kernels"], [])] == ["kernels"]
     with pytest.raises(InferEngineError, match="'nothing' is none of s1"):
         evidence.possible_runs(["nothing"], [])
@@ -149,6 +153,24 @@ def test_a_run_is_of_a_program_that_exists_and_writes_json(run: evidence.Run) ->
     assert (environment.ROOT / words[0]).is_file() or importlib.util.find_spec(words[0]) is not None
     assert "{json}" in words
     assert ("{url}" in words) == (run.service is not None)
+    assert ("{theirs}" in words) == (run.theirs is not None)
+    texts = " ".join([run.command, run.service or "", run.theirs or ""])
+    assert set(re.findall(r"{shapes}/(\S+)", texts)) == set(run.shapes) <= set(SHAPES)
+    assert ("{peer}" in texts or run.theirs is not None) == ("vllm" in run.packages or run.name == "two-cards")
+
+
+@pytest.mark.parametrize(
+    "run", [run for run in evidence.RUNS if run.command.startswith("inferengine.cli")], ids=lambda run: run.name
+)
+def test_a_run_of_the_command_line_has_options_that_it_knows(run: evidence.Run) -> None:
+    places = dict.fromkeys(("json", "plots", "folder", "shapes", "url", "theirs"), "x")
+    words = shlex.split(run.command.format(**places, peer="--peer-python p --peer-path q"))[1:]
+    split = 2 if " ".join(words[:2]) in cli.COMMANDS else 1
+    entry = cli.COMMANDS[" ".join(words[:split])]
+    command = getattr(importlib.import_module(f"inferengine.cli.{entry.module}"), entry.function)
+    values = command.parse(words[split:]).values
+    assert set(values.get("features", "").split(",")) <= {*suites.FEATURES, ""}
+    assert set(values.get("workloads", "").split(",")) <= {*compare.WORKLOADS, ""}
 
 
 def test_a_run_whose_package_is_not_installed_is_left_out_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +224,14 @@ class TestRunning:
         with (checkout / "out" / "endless-cpu2.json").open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # of the last process that holds it
         assert (checkout / "out" / "endless-cpu2.log").exists()
+
+    def test_a_run_gets_the_models_it_names_and_where_the_peer_is(self, checkout: Path, run: Any) -> None:
+        (checkout / "benchmarks").symlink_to(environment.ROOT / "benchmarks")
+        text = "json.write_text(repr([(pathlib.Path(sys.argv[2]) / 'config.json').exists(), *sys.argv[3:]]))"
+        command = "scripts/shaped {json} {shapes}/embedded {peer}"
+        shaped = self.program(checkout, "shaped", text, shapes=("embedded",))._replace(command=command)
+        assert run(shaped, peer=PeerPlace(path="/the peer"))[0] == ([], [])
+        assert (checkout / "out" / "shaped-cpu2.json").read_text() == "[True, '--peer-path', '/the peer']"
 
     def test_runs_that_are_not_timed_are_side_by_side_after_the_others(self, checkout: Path, run: Any) -> None:
         text = (

@@ -29,7 +29,9 @@ def no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(out: Path, jobs: list[Job], total_s: float = 120.0) -> dict[str, Any]:
-    Runner(out / "out", out / "logs", total_s + two_cards.END_S, time.monotonic()).run(jobs, {"card_mib": []})
+    Runner(out / "out" / "two-cards.json", out / "logs", total_s + two_cards.END_S, time.monotonic()).run(
+        jobs, {"card_mib": []}
+    )
     document: dict[str, Any] = json.loads((out / "out" / "two-cards.json").read_text())
     return document
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, write_model
 from inferengine import LLM, SamplingParams
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -47,27 +46,6 @@ RUNS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("qwen3-0.6b", {"model": {"quantization": "int4"}}),
     ("qwen3-0.6b", {"engine": {"cuda_graphs": False}}),
 )
-
-
-def tokenizer_files(folder: Path, vocab_size: int) -> None:
-    """A tokenizer of bytes and fillers: a token for every id, so that grammars have a vocabulary."""
-    letters = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 256))]
-    letters += [chr(256 + i) for i in range(256 - len(letters))]
-    vocab = {letter: index for index, letter in enumerate(letters)}
-    vocab |= {f"Ġx{index}": index for index in range(len(letters), vocab_size)}
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": False},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(document, ensure_ascii=False))
-    (folder / "tokenizer_config.json").write_text("{}")
 
 
 class Load:
@@ -146,8 +124,7 @@ def main() -> int:
     for shape, settings in RUNS:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
-            tokenizer_files(folder, SHAPES[shape]["vocab_size"])
+            write_model(folder, shape)
             values = {section: dict(keys) for section, keys in settings.items()}
             values["model"] = {"load_format": "dummy", "max_model_len": 8192, **values.get("model", {})}
             values["cache"] = {"num_blocks": 2048, **values.get("cache", {})}  # other parts run on the card beside it
