@@ -275,7 +275,7 @@ class MessagesFormat:
                 self._close(parts)
         return b"".join(parts)
 
-    def plain(self, choice: ChoiceOutput) -> None:
+    def template(self, choice: ChoiceOutput) -> None:
         """Return None: the text has to be parsed first."""
         return None
 

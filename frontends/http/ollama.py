@@ -35,9 +35,9 @@ from frontends.common.json import dumps, quote, read_fields, read_token_ids
 from frontends.common.model import ServedModel
 from frontends.http.anthropic import tool_input
 from frontends.http.bodies import SAMPLING, read_json, read_options, read_params
-from frontends.http.openai.completions import as_chat, prompt_names, read_chat
+from frontends.http.openai.completions import chat_logprobs_object, prompt_names, read_chat
 from frontends.http.openai.embeddings import embedding_inputs
-from frontends.http.respond import EventStream, JsonBytes, PlainEvent, RouteHandler
+from frontends.http.respond import EventStream, EventTemplate, JsonBytes, RouteHandler
 from frontends.http.routes.tokenize import MAX_TOKENS
 from frontends.http.state import HttpState
 from frontends.http.telemetry import describe, describe_embeddings
@@ -675,10 +675,10 @@ class OllamaFormat:
                 lines.append(self._line(*part, more))
         return b"".join(lines)
 
-    def plain(self, choice: ChoiceOutput) -> PlainEvent | None:
+    def template(self, choice: ChoiceOutput) -> EventTemplate | None:
         """Return the line of one token; None where a line carries more than text."""
         carries_more = self._reader is not None or self._logprobs is not None or self._token_ids is not None
-        return None if carries_more else PlainEvent(*self._around())
+        return None if carries_more else EventTemplate(*self._around())
 
     def end(self, generation: RequestOutput) -> bytes:
         """Write the last line: why it ended, the counts, and the durations."""
@@ -763,9 +763,9 @@ class OllamaFormat:
     def _rows(self, token_ids: Sequence[int], rows: Any) -> list[dict[str, Any]]:
         if self._logprobs is None or not rows:
             return []
-        found: list[dict[str, Any]] = as_chat(self._ask.served.tokenizer, token_ids, rows, self._logprobs, False)[
-            "content"
-        ]
+        found: list[dict[str, Any]] = chat_logprobs_object(
+            self._ask.served.tokenizer, token_ids, rows, self._logprobs, False
+        )["content"]
         return found
 
     def _ended(

@@ -1,16 +1,16 @@
-"""A generation as an HTTP answer: one document, or Server-Sent Events; cancelled when the client goes away.
+"""Write a generation as an HTTP response: one document, or Server-Sent Events. Cancel it when the client disconnects.
 
-sse-starlette gives a stream its headers. `RunningCall` watches for the client's leaving and ends the generation, which
-ends the stream; a timer writes keep-alive comments; the last event and the end are one write. So a stream needs no
-tasks beside the request's own: sse-starlette's four were a quarter of what a request costs. The events go straight to
-the server: yielded by a task to sse-starlette one costs 14 us of CPU, written by `Relay` 5.5 us, reading the token
-included (measured with a server that takes everything at once). At the design figure, 30,000 events a second from one
-core, an event may cost 33 us in all.
+sse-starlette provides the headers of a stream, and nothing else: its four tasks were a quarter of the cost of a
+request. Here a stream needs no task beside the request's own. `RunningCall` watches for the client's disconnect and
+ends the generation, which ends the stream. A timer writes keep-alive comments. The last event and the end of the body
+are one write. An event that a task yields to sse-starlette costs 14 us of CPU, one that `Relay` writes 5.5 us, reading
+the token included (measured with a server that takes everything at once). The design figure is 30,000 events a second
+from one core: 33 us for an event in all.
 
-`Relay` writes a single choice without a task: a reader that is a task costs a future, a wake-up and the walk through
-every coroutine between the server and the stream, per token. Streams that have news are noted while a message of the
-engine is read, and written one after the other when it is done. A task comes in only when a socket is full, and at the
-end.
+`Relay` writes a single choice without a task. A reader that is a task costs a future, a wake-up and a walk through
+every coroutine between the server and the stream, for each token. Instead, reading a message of the engine collects
+the streams with new output, and one callback writes them all. The request's task runs only when a socket is full, and
+at the end.
 """
 
 from __future__ import annotations
@@ -41,46 +41,51 @@ RouteHandler = Callable[[Request], Awaitable[Response]]
 
 logger = logging.getLogger(__name__)
 
-SMALL_VALUES = 2000  # of log-probabilities, written down in a millisecond or two
+SMALL_VALUES = 2000  # so many log-probabilities are encoded in a millisecond or two
 
 
-class PlainEvent(NamedTuple):
-    """The event of one token that does not end its choice, but for the token: what stands before its text, what after
-    it, and what after its id, which follows then; None where ids are not told."""
+class EventTemplate(NamedTuple):
+    """The encoded event of one token that does not end its choice, without the token's text and id.
+
+    `head` comes before the text and `tail` after it. With `after_id` the event also carries the token's id: it follows
+    `tail`, and `after_id` follows it.
+    """
 
     head: bytes
     tail: bytes
     after_id: bytes | None = None
 
     def write(self, text: str, token_id: int) -> bytes:
-        """The event of this token; nothing for one that has nothing to say."""
+        """Return the event of this token; empty if it would carry neither text nor id."""
         if self.after_id is not None:
             return b"%b%b%b%d%b" % (self.head, quote(text), self.tail, token_id, self.after_id)
         return self.head + quote(text) + self.tail if text else b""
 
 
 class Format(Protocol):
-    """How a route writes a generation: as a stream of events, or as one document."""
+    """Writes a generation in the format of one route: as a stream of events, or as one document."""
 
     def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
-        """The events of these pieces, one for each that has something to say."""
+        """Write the events of these pieces. A piece that adds nothing may have none."""
 
-    def plain(self, choice: ChoiceOutput) -> PlainEvent | None:
-        """The event of one token, once events that do not end the choice differ in nothing but text and id; None where
-        they do."""
+    def template(self, choice: ChoiceOutput) -> EventTemplate | None:
+        """Return the template of this choice's events; None while events differ in more than text and id.
+
+        Called again after each event until there is one. Not used for the event that ends the choice.
+        """
 
     def end(self, generation: RequestOutput) -> bytes:
-        """What follows the last piece of the last choice."""
+        """Write what follows the last piece of the last choice."""
 
     def failure(self, error: InferEngineError) -> bytes:
-        """What ends a stream that cannot go on."""
+        """Write the error that ends the stream."""
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """The whole answer in one."""
+        """Return the whole answer as one JSON object."""
 
 
 class JsonBytes(Response):
-    """A JSON document, encoded without going through ASCII."""
+    """A JSON response in UTF-8, without escapes of non-ASCII characters."""
 
     media_type = "application/json"
 
@@ -90,7 +95,7 @@ class JsonBytes(Response):
 
 
 def is_large(outputs: Sequence[Output]) -> bool:
-    """Whether writing it down takes long: log-probabilities of many tokens."""
+    """Return whether encoding takes long, because there are many log-probabilities."""
     values = 0
     for output in outputs:
         for rows in (output.logprobs, output.choice.prompt_logprobs):
@@ -100,7 +105,7 @@ def is_large(outputs: Sequence[Output]) -> bool:
 
 
 def encode(format: Format, outputs: Sequence[Output], usage: Usage) -> bytes:
-    """Encode the document as JSON, one choice after the other: no other thread runs while the encoder is at one."""
+    """Encode the document as JSON, one choice after the other: json.dumps lets no other thread run until it is done."""
     document = format.document(outputs, usage)
     if "choices" not in document:
         return dumps(document)
@@ -117,8 +122,10 @@ async def answer(
     stream: bool,
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
-    """Wait until the engine has taken the request, so that a refusal still has its HTTP status; then answer.
-    `before_end` is awaited between the making of the document, or of the last events, and their leaving."""
+    """Wait until the engine has accepted the request, so that a refusal still has its HTTP status; then answer.
+
+    `before_end` is awaited when the document, or the last event, has been made and before it is sent.
+    """
     with contextlib.ExitStack() as stack:
         stack.callback(describe, request.scope, generation)
         call = stack.enter_context(service.call(generation, request.receive))
@@ -131,7 +138,7 @@ async def answer(
         await generation.settle()
         usage = generation.usage()
         document: object
-        if is_large(outputs):  # in a thread: others are answered while log-probabilities are written down
+        if is_large(outputs):  # in a thread, so that the event loop serves other requests meanwhile
             document = await asyncio.to_thread(encode, format, outputs, usage)
         else:
             document = format.document(outputs, usage)
@@ -140,7 +147,7 @@ async def answer(
         return JsonBytes(document)
 
 
-EVENT_HEADERS = [  # whether the connection is kept is uvicorn's to say
+EVENT_HEADERS = [  # without `connection`, which uvicorn decides
     (name, value) for name, value in EventSourceResponse(iter(())).raw_headers if name != b"connection"
 ]
 
@@ -158,7 +165,7 @@ class EventStream(Response):
         reader: StreamReader | None = None,
         before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`reader` puts ids on the events of a stream that can be read on."""
+        """`reader` adds ids to the events of a detached stream, which can be resumed; None for other streams."""
         self._service = service
         self._generation = generation
         self._format = format
@@ -180,7 +187,7 @@ class EventStream(Response):
                 scope["status"] = 499
 
     async def _relay(self, send: Send, request_id: str) -> bytes:
-        """Send the events as they come, and return the last one; none to a client that has left."""
+        """Send the events as they arrive, and return the last one; empty if the client has disconnected."""
         generation, format = self._generation, self._format
         try:
             source = generation.choices[0].source
@@ -208,7 +215,7 @@ class EventStream(Response):
         return last
 
     async def _send_merged(self, send: Send) -> InferEngineError | None:
-        """All choices as they come; the error of one that failed ends it."""
+        """Send the events of all choices as they arrive. Returns the error of the first choice that fails."""
         generation, format, reader = self._generation, self._format, self._reader
         async for choice, pieces in generation.merged():
             if reader is None:
@@ -223,7 +230,7 @@ class EventStream(Response):
 
 
 class KeepAlive:
-    """Writes a comment every `interval_s` seconds, so that nobody on the way takes the stream for dead; 0: never."""
+    """Writes a comment every `interval_s` seconds, so that proxies do not time the stream out; 0: never."""
 
     def __init__(self, send: Send, interval_s: float) -> None:
         self._send = send
@@ -257,17 +264,17 @@ def keep_alive() -> ServerSentEvent:
 
 
 class EventFormat(Protocol):
-    """What a relay needs of a Format."""
+    """The part of Format that Relay uses."""
 
-    def plain(self, choice: ChoiceOutput) -> PlainEvent | None:
-        """A token's event, once nothing but its text and id differs; else None."""
+    def template(self, choice: ChoiceOutput) -> EventTemplate | None:
+        """As Format.template."""
 
     def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: list[Piece]) -> bytes:
         """Write the events of these pieces."""
 
 
 class Relay:
-    """Writes one choice's events into its response. `run` returns the error that ended it, or None."""
+    """Writes the events of a request's only choice from event loop callbacks; the module's docstring says why."""
 
     def __init__(
         self,
@@ -284,7 +291,7 @@ class Relay:
         self._format = format
         self._send = send
         self._coalescer = coalescer
-        self._plain: PlainEvent | None = None
+        self._template: EventTemplate | None = None
         self._last: Piece | None = None
         self._failure: BaseException | None = None
         self._blocked: Coroutine[Any, Any, None] | None = None
@@ -292,7 +299,7 @@ class Relay:
         self._waiter: asyncio.Future[None] | None = None
 
     async def run(self) -> InferEngineError | None:
-        """Until the choice's last piece has been written."""
+        """Write until the end of the choice. Returns the error that ended it, or None."""
         loop = asyncio.get_running_loop()
         try:
             self._listen()
@@ -311,13 +318,13 @@ class Relay:
         return None if self._last is None else self._last.error
 
     def take_news(self) -> None:
-        """All that has come since the last time."""
+        """Write all new output. Called by the coalescer."""
         if self._left:
             return
         try:
             body = self._read()
             if body and not self._write({"type": "http.response.body", "body": body, "more_body": True}):
-                self._wake()  # the socket is full: what comes meanwhile waits in the stream
+                self._wake()  # the socket is full: `run` waits for it, and new output stays in the stream
             elif self._last is None:
                 self._listen()
             else:
@@ -327,26 +334,26 @@ class Relay:
             self._wake()
 
     def _read(self) -> bytes:
-        choice, delta, plain = self._choice, self._stream.take(), self._plain
-        if plain is not None and delta.finish is None and len(delta.token_ids) == 1:
+        choice, delta, template = self._choice, self._stream.take(), self._template
+        if template is not None and delta.finish is None and len(delta.token_ids) == 1:
             token_id = delta.token_ids[0]
-            return plain.write(choice.read_plain(token_id), token_id)
+            return template.write(choice.read_plain(token_id), token_id)
         pieces = choice.read(delta, per_token=True)
         if pieces[-1].is_last:
             self._last = pieces[-1]
         body = self._format.events(self._generation, choice, pieces)
-        if plain is None and choice.is_plain:
-            self._plain = self._format.plain(choice)
+        if template is None and choice.is_plain:
+            self._template = self._format.template(choice)
         return body
 
     def _write(self, message: Message) -> bool:
-        """Hand it to the server. False: it has to wait, and a task must see it through."""
+        """Send an ASGI message. Returns False if the socket is full: `run` must then await `_blocked`."""
         sending = self._send(message).__await__()
         try:
             waits_for = next(sending)
         except StopIteration:
             return True
-        self._blocked = _go_on(sending, waits_for)
+        self._blocked = _resume(sending, waits_for)
         return False
 
     def _listen(self) -> None:
@@ -362,8 +369,8 @@ class Relay:
 
 
 @types.coroutine
-def _go_on(sending: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
-    """The rest of a coroutine that was begun outside of a task and now waits for something."""
+def _resume(sending: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    """Run the rest of a coroutine that was started outside of a task and is waiting for `waits_for`."""
     while True:
         try:
             answer = yield waits_for

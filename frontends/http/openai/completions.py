@@ -1,10 +1,10 @@
-"""OpenAI's completions and chat completions: POST /v1/completions and /v1/chat/completions, as documents and as
-streamed chunks, with their log-probabilities.
+"""Serve OpenAI's completions and chat completions (POST /v1/completions and /v1/chat/completions), whole or streamed.
 
-`functions` and `function_call`, which chat had before tools, are read as tools. One call is answered in that shape.
+The deprecated fields `functions` and `function_call` are converted to tools, and the first call of such an answer back
+to `function_call`.
 
-Nearly every chunk differs from the last one of its choice in the text alone, so head and tail are encoded once per
-choice: 0.15 us a chunk instead of 3 for json.dumps. Chunks that carry more are encoded as a whole.
+Most chunks of a choice differ in their text alone. What stands before and after the text is therefore encoded once
+for each choice (EventTemplate): a chunk takes 0.15 us instead of 3 us of json.dumps. Other chunks are encoded whole.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from frontends.http.bodies import (
 )
 from frontends.http.openai.response_store import StoredResponse
 from frontends.http.openai.stored_chat import KeepingFormat
-from frontends.http.respond import Format, PlainEvent, answer
+from frontends.http.respond import EventTemplate, Format, answer
 from frontends.http.state import HttpState
 from inferengine.client import TokenLogprobs
 from inferengine.config import Config, LimitsConfig
@@ -88,7 +88,7 @@ async def completions(request: Request) -> Response:
     if prompt_only:
         if not echo:
             raise InvalidRequest("max_tokens", "must be at least 1; 0 only with echo, for the prompt alone")
-        max_tokens = 1  # an engine makes at least one token: it is not told
+        max_tokens = 1  # an engine generates at least one token, which the answer leaves out
     params = read_params(body, served, config, max_tokens=max_tokens, logprobs=logprobs)
     if prompt_logprobs is not None or (echo and logprobs is not None):
         params = params.replace(prompt_logprobs=max(prompt_logprobs or 0, logprobs or 0 if echo else 0))
@@ -126,8 +126,11 @@ async def read_prompts(
     most: int | None = None,
     keep: int | None = None,
 ) -> list[list[int]]:
-    """`field` in its four shapes: a text, a list of texts, a list of token ids, a list of such lists; at most `most`
-    (None: limits.max_prompts), of each the last `keep` tokens (None: all)."""
+    """Read prompts as token ids. Raises InvalidRequest naming the prompt at fault.
+
+    `field` may be a text, a list of texts, a list of token ids, or a list of such lists. `most`: the most prompts
+    (None: limits.max_prompts). `keep`: only the last so many tokens of each (None: all).
+    """
     prompt = body.get(field)
     add_special_tokens = read_fields(SpecialTokens, body).add_special_tokens is not False
     if prompt is None:
@@ -158,12 +161,12 @@ async def read_prompts(
 
 
 def prompt_names(count: int, field: str) -> list[str]:
-    """What each of so many prompts is called in errors."""
+    """Return the names of `count` prompts in error messages."""
     return [field] if count == 1 else [f"{field}[{place}]" for place in range(count)]
 
 
 def _echoed(prompt: Any, prompts: list[list[int]], served: ServedModel, keep: int | None) -> list[str]:
-    """The texts to repeat: as they were sent; token ids, and what `keep` may have cut, decoded."""
+    """Return the text to echo of each prompt: as it was sent, or decoded if it was sent as ids or may have been cut."""
     items = [prompt] if isinstance(prompt, str) or type(prompt[0]) is int else prompt
     return [
         item if isinstance(item, str) and len(token_ids) != keep else served.tokenizer.decode(token_ids)
@@ -176,7 +179,7 @@ def _echoed(prompt: Any, prompts: list[list[int]], served: ServedModel, keep: in
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A chat body, read and checked."""
+    """A chat request, read and checked."""
 
     served: ServedModel
     prompt: ChatPrompt
@@ -184,7 +187,7 @@ class ChatRequest:
     options: Options
     answer: AnswerMetadata
     fields: ChatFields
-    in_functions: bool = False  # calls are answered as function_call
+    in_functions: bool = False  # answer calls as the deprecated `function_call`
 
     def generation(self, service: HttpState, request: Request) -> RequestOutput:
         """Make the generation that answers this request. Raises `forbidden` for a model that the key may not use."""
@@ -223,8 +226,8 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def read_chat(service: HttpState, body: dict[str, Any], request_id: str) -> ChatRequest:
-    """Raises InvalidRequest naming the field."""
-    in_functions = _asks_in_functions(body)
+    """Read the body of a chat request. Raises InvalidRequest naming the field."""
+    in_functions = _uses_functions(body)
     try:
         chat = await _read_chat(service, _as_tools(body), request_id)
     except InferEngineError as error:
@@ -264,7 +267,7 @@ async def _read_chat(service: HttpState, body: dict[str, Any], request_id: str) 
 
 
 def _num_alternatives(fields: ChatFields) -> int | None:
-    """Alternatives for each token of the output; None without log-probabilities."""
+    """Return how many alternatives to report for each output token; None without log-probabilities."""
     if fields.top_logprobs and not fields.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     return (fields.top_logprobs or 0) if fields.logprobs else None
@@ -279,7 +282,7 @@ async def _predicted_ids(prediction: str, served: ServedModel, config: Config) -
 
 
 def read_prediction(prediction: dict[str, Any] | None) -> str | None:
-    """Return the text that the output will probably be; None where the request does not say. Raises InvalidRequest."""
+    """Return the text of `prediction`, the expected output; None without one. Raises InvalidRequest."""
     if prediction is None:
         return None
     if prediction.get("type") != "content":
@@ -293,11 +296,11 @@ def read_prediction(prediction: dict[str, Any] | None) -> str | None:
     return "".join(found)
 
 
-# -- functions of chat -------------------------------------------------------------------------------------------------
+# -- deprecated: functions and function_call ---------------------------------------------------------------------------
 
 
-def _asks_in_functions(body: dict[str, Any]) -> bool:
-    """Whether calls are to be answered as `function_call`. Raises InvalidRequest where both shapes are used."""
+def _uses_functions(body: dict[str, Any]) -> bool:
+    """Return whether a body has `functions`. Raises InvalidRequest if it has `tools` as well."""
     if not isinstance(body.get("functions"), list | None):
         raise InvalidRequest("functions", "must be a list of objects with name and parameters")
     if not body.get("functions"):
@@ -308,12 +311,12 @@ def _asks_in_functions(body: dict[str, Any]) -> bool:
 
 
 def _as_tools(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body with `functions`, `function_call` and messages of either as tools, tool_choice and tool calls."""
+    """Return the body with `functions` as `tools`, `function_call` as `tool_choice`, and messages likewise."""
     read = dict(body)
     functions, choice = read.pop("functions", None), read.pop("function_call", None)
     if functions:
         read["tools"] = [{"type": "function", "function": function} for function in functions]
-        read["parallel_tool_calls"] = False  # the old shape has room for one
+        read["parallel_tool_calls"] = False  # a message has room for one function_call
         if choice is not None:
             read["tool_choice"] = _read_function_call(choice)
     elif choice not in (None, "none", "auto"):
@@ -324,7 +327,7 @@ def _as_tools(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename_place(error: InferEngineError) -> None:
-    """Name the place of an error as a body with `functions` does."""
+    """Rename an error's field from `tools` to `functions`, as the client wrote it."""
     if error.field == "tool_choice":
         error.field = "function_call"
     elif error.field is not None:
@@ -340,7 +343,7 @@ def _read_function_call(choice: Any) -> Any:
 
 
 def _messages_with_tools(messages: list[Any]) -> list[Any]:
-    """A call gets an id of its own, which the next result of that function refers to."""
+    """Convert messages to tool calls and results. Calls are numbered; a result gets the id of the latest call."""
     read: list[Any] = []
     num_calls = 0
     for message in messages:
@@ -361,13 +364,15 @@ def _messages_with_tools(messages: list[Any]) -> list[Any]:
 
 
 class TextOffsets:
-    """Where the text of each token begins, in characters of the text that the client gets. The tokens of one character
-    that takes several of them all begin where it does."""
+    """Computes where the text of each token begins, in characters of the text that the client receives.
+
+    If one character takes several tokens, all of them have its offset.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, begin: int, *, skip_special_tokens: bool, context_ids: Sequence[int] = ()
     ) -> None:
-        """`begin`: characters before the first token."""
+        """`begin`: the number of characters before the first token."""
         self._detokenizer = make_detokenizer(
             tokenizer, skip_special_tokens=skip_special_tokens, context_ids=context_ids
         )
@@ -382,14 +387,14 @@ class TextOffsets:
         return offsets
 
 
-def as_completion(
+def completion_logprobs(
     tokenizer: Tokenizer,
     token_ids: Sequence[int],
     rows: Sequence[TokenLogprobs],
     offsets: Sequence[int],
     as_ids: bool,
 ) -> dict[str, Any]:
-    """The parallel lists of /v1/completions. `offsets`: where each token begins in the text."""
+    """Return `logprobs` of /v1/completions: parallel lists. `offsets`: where each token begins in the text."""
     shown: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token_id, row, offset in zip(token_ids, rows, offsets, strict=False):
         text = _shown_token(tokenizer, token_id, as_ids)
@@ -403,11 +408,13 @@ def as_completion(
     return shown
 
 
-def as_prompt(
+def prompt_logprobs_list(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], rows: Sequence[TokenLogprobs], num_top: int
 ) -> list[dict[str, Any] | None]:
-    """vLLM's list with an entry for each prompt token: nothing for the first, which nothing precedes, then the token
-    itself and the likeliest others by their ids."""
+    """Return `prompt_logprobs` as vLLM has it: an entry for each prompt token, None for the first.
+
+    An entry maps token ids, the prompt's own and the `num_top` most likely ones, to log-probability, rank and text.
+    """
     shown: list[dict[str, Any] | None] = [None]
     for token_id, row in zip(prompt_ids[1:], rows, strict=False):
         entry: dict[str, Any] = {}
@@ -419,7 +426,7 @@ def as_prompt(
     return shown
 
 
-def of_prompt(
+def echoed_prompt_logprobs(
     tokenizer: Tokenizer,
     prompt_ids: Sequence[int],
     rows: Sequence[TokenLogprobs],
@@ -427,27 +434,29 @@ def of_prompt(
     as_ids: bool,
     echo: str,
 ) -> dict[str, list[Any]]:
-    """The lists of /v1/completions for the prompt's tokens, which in an echo come before those of the output."""
+    """Return the lists of `completion_logprobs` for the tokens of an echoed prompt, to put before the output's."""
     first = _shown_token(tokenizer, prompt_ids[0], as_ids)
     rows = [row._replace(top_ids=row.top_ids[:num_top], top_logprobs=row.top_logprobs[:num_top]) for row in rows]
     offsets = _offsets_in_echo(tokenizer, prompt_ids, echo)
-    prompt = as_completion(tokenizer, prompt_ids[1:], rows, offsets[1:], as_ids)
+    prompt = completion_logprobs(tokenizer, prompt_ids[1:], rows, offsets[1:], as_ids)
     begin = {"text_offset": offsets[:1], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
     return {name: begin[name] + prompt[name] for name in begin}
 
 
 def _offsets_in_echo(tokenizer: Tokenizer, prompt_ids: Sequence[int], echo: str) -> list[int]:
-    """Where each token of a prompt begins in its echo. It shows the special tokens that the text spells out, and none
-    that the tokenizer has added."""
+    """Return where each token of a prompt begins in its echo.
+
+    Special tokens have characters there only if the client wrote them, not if the tokenizer added them.
+    """
     spelled = len(tokenizer.decode(prompt_ids, False)) == len(echo)
     offsets = TextOffsets(tokenizer, 0, skip_special_tokens=not spelled).push(prompt_ids)
     return [min(offset, len(echo)) for offset in offsets]
 
 
-def as_chat(
+def chat_logprobs_object(
     tokenizer: Tokenizer, token_ids: Sequence[int], rows: Sequence[TokenLogprobs], num_top: int, as_ids: bool
 ) -> dict[str, Any]:
-    """The list of objects of /v1/chat/completions."""
+    """Return `logprobs` of /v1/chat/completions: an object for each token."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = _shown_token(tokenizer, token_id, as_ids)
@@ -464,11 +473,11 @@ def _shown_token(tokenizer: Tokenizer, token_id: int, as_ids: bool) -> str:
     return f"token_id:{token_id}" if as_ids else token_text(tokenizer, token_id)
 
 
-# -- answers and chunks ------------------------------------------------------------------------------------------------
+# -- formats: documents and chunks -------------------------------------------------------------------------------------
 
 
 class AnswerMetadata(NamedTuple):
-    """What all chunks of one answer have in common. `logprobs`: alternatives asked for, None for no logprobs."""
+    """What all chunks of one answer share. `logprobs`, `prompt_logprobs`: wanted alternatives, or None."""
 
     id: str
     created: int
@@ -489,7 +498,7 @@ def answer_metadata(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> AnswerMetadata:
-    """The metadata of an answer to this body, made now. `name`: its id."""
+    """Make the metadata of an answer to this body. `name`: the answer's id."""
     model = body.get("model") or served.name
     now = int(time.time())
     return AnswerMetadata(name, now, model, served.tokenizer, streaming, extras, logprobs, prompt_logprobs)
@@ -507,10 +516,13 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-class Chunks:
-    """The envelope around a chunk's choice. Where a request says nothing of usage, the last chunk of a stream of one
-    choice has it beside the choice: clients that do not ask (LangChain with a base_url, the Vercel AI SDK's compatible
-    provider) read it there."""
+class ChunkEncoder:
+    """Encodes chunks: a choice, inside the fields that all chunks of a stream have, and usage.
+
+    If a request has no `stream_options`, the last chunk of a stream with one choice carries the usage beside the
+    choice. Clients that do not request usage read it there: LangChain with a base_url, the Vercel AI SDK's compatible
+    provider.
+    """
 
     def __init__(self, answer: AnswerMetadata, kind: str, num_choices: int) -> None:
         self._answer = answer
@@ -519,18 +531,22 @@ class Chunks:
         self.head = b"data: " + head[:-1] + b',"choices":['
         self.tail = b'],"usage":null}\n\n' if answer.streaming.include_usage else b"]}\n\n"
 
-    def chunk(self, generation: RequestOutput, choice: dict[str, Any], more: dict[str, Any], behind: int) -> bytes:
-        """`behind`: how many tokens of this choice are here already that later chunks will tell."""
+    def chunk(self, generation: RequestOutput, choice: dict[str, Any], extra: dict[str, Any], num_later: int) -> bytes:
+        """Encode one chunk.
+
+        `extra`: fields beside `choices`. `num_later`: how many of the received tokens of this choice are in later
+        chunks; usage does not count them yet.
+        """
         if self._usage_at_end and choice["finish_reason"] is not None:
             usage = generation.usage()
-            told = usage_object(usage._replace(completion_tokens=usage.completion_tokens - behind))
-            if generation.choices[0].finish is None:  # a stop string ended it here: the engine has not told yet
-                del told["prompt_tokens_details"]
-            more = {**more, "usage": told}
-        return self.head + dumps(choice) + self._tail(generation, more, behind)
+            shown = usage_object(usage._replace(completion_tokens=usage.completion_tokens - num_later))
+            if generation.choices[0].finish is None:  # a stop string ended it here; the engine's usage is still to come
+                del shown["prompt_tokens_details"]
+            extra = {**extra, "usage": shown}
+        return self.head + dumps(choice) + self._tail(generation, extra, num_later)
 
     def end(self, generation: RequestOutput, *, without_output: bool = False) -> bytes:
-        """The usage in a chunk without choices, if it was asked for, and the end's mark."""
+        """Encode the end of a stream: the usage in a chunk without choices, if requested, then `[DONE]`."""
         if not self._answer.streaming.include_usage:
             return DONE
         usage = generation.usage()
@@ -538,41 +554,46 @@ class Chunks:
             usage = usage._replace(completion_tokens=0)
         return self.head + b'],"usage":' + dumps(usage_object(usage)) + b"}\n\n" + DONE
 
-    def _tail(self, generation: RequestOutput, more: dict[str, Any], behind: int) -> bytes:
+    def _tail(self, generation: RequestOutput, extra: dict[str, Any], num_later: int) -> bytes:
         tail = self.tail
         if self._answer.streaming.continuous_usage:
             usage = generation.usage()
-            usage = usage._replace(completion_tokens=usage.completion_tokens - behind)
+            usage = usage._replace(completion_tokens=usage.completion_tokens - num_later)
             tail = b'],"usage":' + dumps(usage_object(usage)) + b"}\n\n"
-        return tail if not more else b"]," + dumps(more)[1:-1] + (tail[1:] if tail != b"]}\n\n" else b"}\n\n")
+        return tail if not extra else b"]," + dumps(extra)[1:-1] + (tail[1:] if tail != b"]}\n\n" else b"}\n\n")
 
 
-def _plain_events(
-    answer: AnswerMetadata, chunks: Chunks, num_choices: int, text: bytes, end: bytes
-) -> list[PlainEvent]:
-    """For each choice the chunk of one token that carries its text, and its id where ids are asked for, and nothing
-    else; empty where chunks carry more. `text` stands between the index and the text, `end` after the text."""
+def _token_templates(
+    answer: AnswerMetadata, chunks: ChunkEncoder, num_choices: int, text: bytes, end: bytes
+) -> list[EventTemplate]:
+    """Return the template of one-token chunks for each choice; empty if chunks carry more than text and token id.
+
+    `text`: what stands between index and text in the JSON. `end`: what closes it after the text.
+    """
     if answer.logprobs is not None or answer.streaming.continuous_usage:
         return []
     after = end + b',"logprobs":null,"finish_reason":null'
     return [
-        PlainEvent(head, after + b',"token_ids":[', b"]}" + chunks.tail)
+        EventTemplate(head, after + b',"token_ids":[', b"]}" + chunks.tail)
         if answer.extras.return_token_ids
-        else PlainEvent(head, after + b"}" + chunks.tail)
+        else EventTemplate(head, after + b"}" + chunks.tail)
         for head in (chunks.head + b'{"index":%d,%b' % (index, text) for index in range(num_choices))
     ]
 
 
-def _is_of_one_token(piece: Piece, plain: PlainEvent) -> bool:
-    """Whether a plain event tells all of a piece: where ids are told, of one token."""
+def _fits_template(piece: Piece, template: EventTemplate) -> bool:
+    """Return whether a piece can be written with a template, which has room for one token's id."""
     if piece.finish_reason is not None:
         return False
-    return plain.after_id is None or (len(piece.token_ids) == 1 and piece.error is None)
+    return template.after_id is None or (len(piece.token_ids) == 1 and piece.error is None)
 
 
 class CompletionFormat:
-    """/v1/completions. `echo`: the prompt's text to put before each choice, by prompt; None without echo.
-    `prompt_only`: the output, which no engine can leave out, is not told. `skip_special_tokens`: of the output."""
+    """Writes answers of /v1/completions.
+
+    `echo`: the text to put before each choice, by prompt; None without echo. `prompt_only`: leave the output out.
+    `skip_special_tokens`: of the output.
+    """
 
     def __init__(
         self,
@@ -589,29 +610,30 @@ class CompletionFormat:
         self._prompt_only = prompt_only
         self._skip_special_tokens = skip_special_tokens
         self._per_prompt = num_choices // num_prompts
-        self._chunks = Chunks(answer, "text_completion", num_choices)
-        self._plain = [] if echo is not None else _plain_events(answer, self._chunks, num_choices, b'"text":', b"")
-        self._begun: set[int] = set()  # choices whose echo and prompt have been told
+        self._chunks = ChunkEncoder(answer, "text_completion", num_choices)
+        self._templates = (
+            [] if echo is not None else _token_templates(answer, self._chunks, num_choices, b'"text":', b"")
+        )
+        self._begun: set[int] = set()  # choices whose first chunk, with echo and prompt ids, has been written
         self._offsets: dict[int, TextOffsets] = {}
 
     def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the chunks of these pieces, each with `text`; pieces without text may be left out."""
         parts = []
         for piece in pieces:
-            plain = self.plain(choice)
-            if plain is not None and _is_of_one_token(piece, plain):
-                parts.append(plain.write(piece.text, piece.token_ids[0] if piece.token_ids else 0))
+            template = self.template(choice)
+            if template is not None and _fits_template(piece, template):
+                parts.append(template.write(piece.text, piece.token_ids[0] if piece.token_ids else 0))
             elif piece.error is None or piece.token_ids:
                 shown = _without_output(piece) if self._prompt_only else piece
                 parts.append(self._event(generation, choice, shown))
         return b"".join(parts)
 
-    def plain(self, choice: ChoiceOutput) -> PlainEvent | None:
-        """Return the chunk of one token; None with echo, where a chunk carries more, and before one that tells the
-        prompt's ids."""
-        if not self._plain or (self._answer.extras.return_token_ids and choice.index not in self._begun):
+    def template(self, choice: ChoiceOutput) -> EventTemplate | None:
+        """Return the template of chunks; None with echo, if chunks carry more, and before the prompt's ids are sent."""
+        if not self._templates or (self._answer.extras.return_token_ids and choice.index not in self._begun):
             return None
-        return self._plain[choice.index]
+        return self._templates[choice.index]
 
     def end(self, generation: RequestOutput) -> bytes:
         """Write the usage chunk, if it was asked for, and `[DONE]`."""
@@ -625,7 +647,7 @@ class CompletionFormat:
         """Return the whole `text_completion` object."""
         answer = self._answer
         choices = []
-        before: dict[str, list[Any]] = {}  # what is told of a prompt is made once, for all of its choices
+        before: dict[str, list[Any]] = {}  # the lists of a prompt are made once, for all of its choices
         prompt_rows: list[Any] = []
         for output in outputs:
             echo = self._echoed(output.choice)
@@ -637,9 +659,9 @@ class CompletionFormat:
                 ids, rows = output.choice.prompt_ids, output.choice.prompt_logprobs or []
                 if shown is not None and self._echo is not None:
                     as_ids = answer.extras.return_tokens_as_token_ids
-                    before = of_prompt(answer.tokenizer, ids, rows, answer.logprobs or 0, as_ids, echo)
+                    before = echoed_prompt_logprobs(answer.tokenizer, ids, rows, answer.logprobs or 0, as_ids, echo)
                 if answer.prompt_logprobs is not None:
-                    prompt_rows = as_prompt(answer.tokenizer, ids, rows, answer.prompt_logprobs)
+                    prompt_rows = prompt_logprobs_list(answer.tokenizer, ids, rows, answer.prompt_logprobs)
             if shown is not None and self._echo is not None:
                 shown = {name: before[name] + shown[name] for name in before}
             entry: dict[str, Any] = {
@@ -688,7 +710,7 @@ class CompletionFormat:
         return self._echo[choice.index // self._per_prompt] if self._echo else ""
 
     def _logprobs(self, choice: ChoiceOutput, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
-        """Of the next tokens of a choice."""
+        """Return the log-probabilities of the next tokens of a choice; None if they were not requested."""
         answer = self._answer
         if answer.logprobs is None:
             return None
@@ -701,7 +723,7 @@ class CompletionFormat:
                 context_ids=choice.prompt_ids[-CONTEXT_TOKENS:],
             )
         as_ids = answer.extras.return_tokens_as_token_ids
-        return as_completion(answer.tokenizer, token_ids, rows or (), offsets.push(token_ids), as_ids)
+        return completion_logprobs(answer.tokenizer, token_ids, rows or (), offsets.push(token_ids), as_ids)
 
 
 def _without_output(piece: Piece) -> Piece:
@@ -709,12 +731,12 @@ def _without_output(piece: Piece) -> Piece:
 
 
 class ChatFormat:
-    """/v1/chat/completions."""
+    """Writes answers of /v1/chat/completions without tools or reasoning: the text is not parsed."""
 
     def __init__(self, answer: AnswerMetadata, num_choices: int) -> None:
         self._answer = answer
-        self._chunks = Chunks(answer, "chat.completion.chunk", num_choices)
-        self._plain = _plain_events(answer, self._chunks, num_choices, b'"delta":{"content":', b"}")
+        self._chunks = ChunkEncoder(answer, "chat.completion.chunk", num_choices)
+        self._templates = _token_templates(answer, self._chunks, num_choices, b'"delta":{"content":', b"}")
         self._begun: set[int] = set()
         self._prompt_shown = not answer.extras.return_token_ids
 
@@ -724,17 +746,17 @@ class ChatFormat:
         if choice.index not in self._begun:
             self._begun.add(choice.index)
             parts.append(self._first(generation, choice))
-        plain = self.plain(choice)
+        template = self.template(choice)
         for piece in pieces:
-            if plain is not None and _is_of_one_token(piece, plain):
-                parts.append(plain.write(piece.text, piece.token_ids[0] if piece.token_ids else 0))
+            if template is not None and _fits_template(piece, template):
+                parts.append(template.write(piece.text, piece.token_ids[0] if piece.token_ids else 0))
             elif piece.error is None or piece.token_ids:
                 parts.append(self._event(generation, choice, piece))
         return b"".join(parts)
 
-    def plain(self, choice: ChoiceOutput) -> PlainEvent | None:
-        """Return the chunk of one token; None before the first, or where a chunk carries more."""
-        return self._plain[choice.index] if self._plain and choice.index in self._begun else None
+    def template(self, choice: ChoiceOutput) -> EventTemplate | None:
+        """Return the template of chunks; None before the first chunk, or if chunks carry more."""
+        return self._templates[choice.index] if self._templates and choice.index in self._begun else None
 
     def end(self, generation: RequestOutput) -> bytes:
         """Write the usage chunk, if it was asked for, and `[DONE]`."""
@@ -756,9 +778,9 @@ class ChatFormat:
             "logprobs": None,
             "finish_reason": None,
         }
-        more = {} if self._prompt_shown else {"prompt_token_ids": list(choice.prompt_ids)}
+        extra = {} if self._prompt_shown else {"prompt_token_ids": list(choice.prompt_ids)}
         self._prompt_shown = True
-        return self._chunks.chunk(generation, entry, more, choice.num_tokens)
+        return self._chunks.chunk(generation, entry, extra, choice.num_tokens)
 
     def _event(self, generation: RequestOutput, choice: ChoiceOutput, piece: Piece) -> bytes:
         entry: dict[str, Any] = {
@@ -775,10 +797,12 @@ class ChatFormat:
 
 
 def chat_logprobs(answer: AnswerMetadata, token_ids: Sequence[int], rows: Any) -> dict[str, Any] | None:
-    """The log-probabilities of a chat choice; None where they were not asked for."""
+    """Return `logprobs` of a chat choice; None if they were not requested."""
     if answer.logprobs is None:
         return None
-    return as_chat(answer.tokenizer, token_ids, rows or (), answer.logprobs, answer.extras.return_tokens_as_token_ids)
+    return chat_logprobs_object(
+        answer.tokenizer, token_ids, rows or (), answer.logprobs, answer.extras.return_tokens_as_token_ids
+    )
 
 
 def chat_document(
@@ -788,7 +812,7 @@ def chat_document(
     reasons: Sequence[str | None],
     usage: Usage,
 ) -> dict[str, Any]:
-    """A whole chat completion: for each output its message, and why it ended."""
+    """Return a whole `chat.completion` object. `messages` and `reasons`: message and finish reason of each output."""
     choices = []
     for output, message, reason in zip(outputs, messages, reasons, strict=True):
         entry: dict[str, Any] = {
@@ -813,15 +837,17 @@ def chat_document(
         document["prompt_token_ids"] = list(outputs[0].choice.prompt_ids)
     if answer.prompt_logprobs is not None:
         choice = outputs[0].choice
-        document["prompt_logprobs"] = as_prompt(
+        document["prompt_logprobs"] = prompt_logprobs_list(
             answer.tokenizer, choice.prompt_ids, choice.prompt_logprobs or [], answer.prompt_logprobs
         )
     return document
 
 
 class MessageFormat:
-    """/v1/chat/completions with tools, or of a model that thinks. `in_functions`: the first call is told as
-    `function_call`, for a request that has `functions`; further ones are left out."""
+    """Writes answers of /v1/chat/completions whose text is parsed for tool calls and reasoning.
+
+    `in_functions`: the request has `functions`, so the first call becomes `function_call` and others are left out.
+    """
 
     def __init__(
         self,
@@ -836,7 +862,7 @@ class MessageFormat:
         self._answer = answer
         self._parser = parser
         self._include_reasoning = include_reasoning
-        self._chunks = Chunks(answer, "chat.completion.chunk", num_choices)
+        self._chunks = ChunkEncoder(answer, "chat.completion.chunk", num_choices)
         self._readers: list[MessageReader | None] = [None] * num_choices
 
     def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
@@ -845,9 +871,9 @@ class MessageFormat:
         reader = self._readers[choice.index]
         if reader is None:
             reader = self._readers[choice.index] = self._parser.make_reader()
-            more = {"prompt_token_ids": list(choice.prompt_ids)} if self._answer.extras.return_token_ids else {}
+            extra = {"prompt_token_ids": list(choice.prompt_ids)} if self._answer.extras.return_token_ids else {}
             first = {"role": "assistant", "content": ""}
-            chunks.append(self._chunk(generation, choice, first, None, more, behind=choice.num_tokens))
+            chunks.append(self._chunk(generation, choice, first, None, extra, num_later=choice.num_tokens))
         for piece in pieces:
             deltas = [delta for part in reader.push(piece.text, piece.is_last) if (delta := self._delta(choice, part))]
             carries = piece.token_ids and (self._answer.logprobs is not None or self._answer.extras.return_token_ids)
@@ -855,11 +881,11 @@ class MessageFormat:
                 deltas.append({})
             for place, delta in enumerate(deltas):
                 done = piece if place == len(deltas) - 1 else None
-                behind = choice.num_tokens - piece.num_tokens
-                chunks.append(self._chunk(generation, choice, delta, done, {}, reader.num_calls, behind=behind))
+                num_later = choice.num_tokens - piece.num_tokens
+                chunks.append(self._chunk(generation, choice, delta, done, {}, reader.num_calls, num_later=num_later))
         return b"".join(chunks)
 
-    def plain(self, choice: ChoiceOutput) -> None:
+    def template(self, choice: ChoiceOutput) -> None:
         """Return None: the text has to be parsed first."""
         return None
 
@@ -917,12 +943,12 @@ class MessageFormat:
         choice: ChoiceOutput,
         delta: dict[str, Any],
         piece: Piece | None,
-        more: dict[str, Any],
+        extra: dict[str, Any],
         num_calls: int = 0,
         *,
-        behind: int,
+        num_later: int,
     ) -> bytes:
-        """`piece`: the one that this chunk completes, whose tokens and end it tells."""
+        """Encode one chunk. `piece`: the piece that it completes, whose tokens and finish reason it carries."""
         entry: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
         if piece is not None:
             entry["logprobs"] = chat_logprobs(self._answer, piece.token_ids, piece.logprobs)
@@ -931,4 +957,4 @@ class MessageFormat:
                 entry["stop_reason"] = piece.stop_reason
             if self._answer.extras.return_token_ids:
                 entry["token_ids"] = list(piece.token_ids)
-        return self._chunks.chunk(generation, entry, more, behind)
+        return self._chunks.chunk(generation, entry, extra, num_later)

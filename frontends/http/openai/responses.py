@@ -413,7 +413,7 @@ class ResponsesFormat:
             self._take(piece, parts)
         return b"".join(parts)
 
-    def plain(self, choice: ChoiceOutput) -> None:
+    def template(self, choice: ChoiceOutput) -> None:
         """Return None: the text has to be parsed first."""
         return None
 

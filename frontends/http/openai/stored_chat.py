@@ -37,7 +37,7 @@ class KeepingFormat:
         self._outputs.setdefault(choice.index, Output(choice)).add(pieces)
         return self._format.events(generation, choice, pieces)
 
-    def plain(self, choice: ChoiceOutput) -> None:
+    def template(self, choice: ChoiceOutput) -> None:
         """Return None: every piece has to be seen."""
         return None
 

@@ -200,7 +200,7 @@ class InferFormat:
                 parts.append(event({"token": piece.text if is_last else "", "token_id": token_id}, "token"))
         return b"".join(parts)
 
-    def plain(self, choice: ChoiceOutput) -> None:
+    def template(self, choice: ChoiceOutput) -> None:
         """Return None: each event carries its token's id beside the text."""
         return None
 

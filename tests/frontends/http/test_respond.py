@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from frontends.common.event_loop import Coalescer
 from frontends.common.generation import ChoiceOutput, Piece
-from frontends.http.respond import KeepAlive, PlainEvent, Relay
+from frontends.http.respond import EventTemplate, KeepAlive, Relay
 from inferengine.client import Stream
 from inferengine.client.requests import Finish, OutputCollector
 from inferengine.errors import InferEngineError
@@ -30,8 +30,8 @@ class Plain:
         self.long_way = 0
         self._broken = broken
 
-    def plain(self, choice: ChoiceOutput) -> PlainEvent:
-        return PlainEvent(b"[", b"]")
+    def template(self, choice: ChoiceOutput) -> EventTemplate:
+        return EventTemplate(b"[", b"]")
 
     def events(self, generation: Any, choice: ChoiceOutput, pieces: list[Piece]) -> bytes:
         self.long_way += 1
