@@ -126,7 +126,7 @@ def make_service(
     responses_path: Path | None = None,
     tracing: Tracing | None = None,
 ) -> HttpState:
-    """One worker's state. What the workers of a process share is made before their fork, and given here."""
+    """Make one worker's state. The arguments are shared by all workers of the process, and made before their fork."""
     engines = EnginePool(
         engine_addresses(config),
         role="http",
@@ -145,13 +145,13 @@ def make_service(
 
 
 def make_app(service: HttpState, listeners: Sequence[socket.socket] = ()) -> ASGIApp:
-    """The ASGI application of one worker. `listeners`: what it is served on."""
+    """Make the ASGI application of one worker. `listeners`: the sockets that it is served on."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.start()
         service.batches.start(app)
-        with contextlib.suppress(InferEngineError):  # the first requests find an engine that already runs
+        with contextlib.suppress(InferEngineError):  # so that the first requests find an engine that already runs
             await service.engines.connect(FIRST_CONNECT_S)
         yield
         await service.close()

@@ -1,14 +1,16 @@
-"""The bodies of requests over HTTP: read as JSON within limits of size and time; their fields, each stated once; and
-what the fields of OpenAI's API (with vLLM's and SGLang's extensions) mean as sampling parameters and options.
+"""Read the bodies of HTTP requests, within limits of size and time, and state each of their fields once.
 
-A Struct states the fields that are read together: type, range, default and meaning. A route's body has the fields of
-several. `read_fields` checks a body with it; /openapi.json and docs/parameters.md are made of it. SamplingParams has
-the fields of sampling, `Conversation` those of a conversation.
+A Struct states fields that are read together: type, range, default and meaning. A route's body has the fields of
+several Structs. `read_fields` checks a body with a Struct; /openapi.json and docs/parameters.md are generated from it.
+The fields of sampling are in SamplingParams, those of a conversation in `frontends.common.chat.Conversation`.
+
+The fields of OpenAI's API, with vLLM's and SGLang's extensions, become SamplingParams (`read_params`) and Options
+(`read_options`).
 
 Fields of type Any are checked where they are used, because their shape differs between APIs; `schema` describes them.
 
-Every field either works, or is refused by name when it asks for something: REFUSED. Unknown ones are ignored, because
-clients of other servers send their own.
+A known field either works or is refused by name (REFUSED). Unknown fields are ignored, because clients of other servers
+send fields of their own.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ STRUCTURE_ONLY = "cannot be combined with guided_regex"
 
 
 def texts_or_ids(limit: str) -> Schema:
-    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    """Return the JSON schema of a text, a list of texts, a list of token ids, or a list of such lists."""
     ids = array(TOKEN_ID, least=1)
     most = {"limit": limit}
     return {"anyOf": [TEXT, array(TEXT, least=1, most=most), ids, array(ids, least=1, most=most)]}
@@ -87,13 +89,13 @@ _IN_32_BITS = Meta(ge=-(2**31), le=2**31 - 1)
 
 
 class ModelFields(msgspec.Struct, frozen=True):
-    """Which model is asked."""
+    """The model that the request is for."""
 
     model: Annotated[str, about("the name that /v1/models lists; empty or absent: that one")] = ""
 
 
 class PromptsFields(msgspec.Struct, frozen=True):
-    """What /v1/completions continues."""
+    """The prompts of /v1/completions."""
 
     prompt: Annotated[
         Any,
@@ -111,7 +113,7 @@ class PromptsFields(msgspec.Struct, frozen=True):
 
 
 class CompletionFields(msgspec.Struct, frozen=True):
-    """Of /v1/completions alone."""
+    """Fields that only /v1/completions has."""
 
     max_tokens: Annotated[
         Count,
@@ -129,13 +131,13 @@ class CompletionFields(msgspec.Struct, frozen=True):
 
 
 class MetadataFields(msgspec.Struct, frozen=True):
-    """What is kept beside a stored answer."""
+    """Metadata that is stored with an answer."""
 
     metadata: Annotated[Annotated[dict[str, str], Meta(max_length=MAX_METADATA)], about("returned as it is")] = {}
 
 
 class ChatFields(MetadataFields, frozen=True):
-    """Of /v1/chat/completions alone."""
+    """Fields that only /v1/chat/completions has."""
 
     max_tokens: Annotated[Positive | None, about("most tokens of the output, within the model's length")] = None
     max_completion_tokens: Annotated[Positive | None, about("the newer name of max_tokens; goes before it")] = None
@@ -171,7 +173,7 @@ class ChatFields(MetadataFields, frozen=True):
 
 
 class BadWordsFields(msgspec.Struct, frozen=True):
-    """SamplingParams.bad_words_ids as words."""
+    """Bad words as texts; SamplingParams.bad_words_ids has them as token ids."""
 
     bad_words: Annotated[
         Any,
@@ -185,14 +187,14 @@ class BadWordsFields(msgspec.Struct, frozen=True):
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Of a stream, where the usage is told."""
+    """Which chunks of a stream carry the usage."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class StreamingFields(msgspec.Struct, frozen=True):
-    """How the answer travels."""
+    """Whether, and how, the answer is streamed."""
 
     stream: Annotated[bool, about("answer as Server-Sent Events")] = False
     stream_options: Annotated[
@@ -205,7 +207,7 @@ class StreamingFields(msgspec.Struct, frozen=True):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a last chunk has the usage."""
+        """Whether the last chunk has the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
@@ -215,7 +217,7 @@ class StreamingFields(msgspec.Struct, frozen=True):
 
 
 class TruncationFields(msgspec.Struct, frozen=True):
-    """What a prompt that is too long keeps."""
+    """How a prompt that is too long is truncated."""
 
     truncate_prompt_tokens: Annotated[
         Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None,
@@ -224,7 +226,7 @@ class TruncationFields(msgspec.Struct, frozen=True):
 
 
 class PromptLogprobsFields(msgspec.Struct, frozen=True):
-    """What is told of the prompt's tokens."""
+    """Log-probabilities of the prompt's tokens."""
 
     prompt_logprobs: Annotated[
         Alternatives | None,
@@ -236,7 +238,7 @@ class PromptLogprobsFields(msgspec.Struct, frozen=True):
 
 
 class SchedulingFields(msgspec.Struct, frozen=True):
-    """How the request is run, and what it is called."""
+    """Priority, deadline and name of the request."""
 
     priority: Annotated[Annotated[int, _IN_32_BITS], about("lower is sooner, where the engine goes by priority")] = 0
     cache_salt: Annotated[
@@ -261,7 +263,7 @@ SessionName = Annotated[str, Meta(max_length=MAX_SESSION_CHARACTERS)]
 
 
 class SessionFields(msgspec.Struct, frozen=True):
-    """Which requests belong together. The header X-Session-ID says it where the body does not."""
+    """The session of the request. The header X-Session-ID names it if the body does not."""
 
     prompt_cache_key: Annotated[
         SessionName | None, about("OpenAI's: requests with the same key go to one engine where there are several")
@@ -275,7 +277,7 @@ class SessionFields(msgspec.Struct, frozen=True):
 
 
 class RecoveryFields(msgspec.Struct, frozen=True):
-    """What happens when a connection is lost."""
+    """What happens to the request when a connection is lost."""
 
     detached: Annotated[bool, about("go on when the connection is lost; the stream can be read on")] = False
     resubmit: Annotated[
@@ -284,14 +286,14 @@ class RecoveryFields(msgspec.Struct, frozen=True):
 
 
 class ExtraFields(msgspec.Struct, frozen=True):
-    """What each choice carries beside its text."""
+    """What each choice has beside its text."""
 
     return_token_ids: Annotated[bool, about("token ids of prompt and output beside the text")] = False
     return_tokens_as_token_ids: Annotated[bool, about("in logprobs, tokens as token_id:N")] = False
 
 
 class StructureFields(msgspec.Struct, frozen=True):
-    """What the whole output must match: one of them at most. Read by structured_output.spec."""
+    """The grammar that the output must match: at most one of these. Read by structured_output.spec."""
 
     response_format: Annotated[
         Any,
@@ -364,7 +366,7 @@ class StructureFields(msgspec.Struct, frozen=True):
 
 
 class EmbeddingsFields(msgspec.Struct, frozen=True):
-    """Of /v1/embeddings alone."""
+    """Fields that only /v1/embeddings has."""
 
     input: Annotated[
         Any,
@@ -386,7 +388,7 @@ _TEXTS = {"anyOf": [TEXT, array(TEXT, least=1)]}
 
 
 class RerankFields(msgspec.Struct, frozen=True):
-    """Of /v1/rerank alone."""
+    """Fields that only /v1/rerank has."""
 
     query: Annotated[str, about("what the documents are to answer")]
     documents: Annotated[
@@ -398,7 +400,7 @@ class RerankFields(msgspec.Struct, frozen=True):
 
 
 class ScoreFields(msgspec.Struct, frozen=True):
-    """Of /v1/score alone."""
+    """Fields that only /v1/score has."""
 
     text_1: Annotated[Any, about("a text, or as many as text_2 has", schema=_TEXTS)]
     text_2: Annotated[Any, about("a text or a list of texts", schema=_TEXTS)]
@@ -406,7 +408,7 @@ class ScoreFields(msgspec.Struct, frozen=True):
 
 
 class ResponsesFields(msgspec.Struct, frozen=True):
-    """Of /v1/responses alone."""
+    """Fields that only /v1/responses has."""
 
     input: Annotated[Any, about("a text, or items", schema={"anyOf": [TEXT, array(OBJECT, least=1)]})]
     instructions: Annotated[str | None, about("the system message")] = None
@@ -444,19 +446,19 @@ class ResponsesFields(msgspec.Struct, frozen=True):
 
 
 class ConversationFields(MetadataFields, frozen=True):
-    """Of /v1/conversations."""
+    """Fields of /v1/conversations."""
 
     items: Annotated[Any, about("what it begins with", schema=array(OBJECT))] = None
 
 
 class ConversationItemsFields(msgspec.Struct, frozen=True):
-    """Of /v1/conversations/{id}/items."""
+    """Fields of /v1/conversations/{id}/items."""
 
     items: Annotated[Any, about("messages, calls and their outputs", schema=array(OBJECT, least=1))]
 
 
 class MessagesPromptFields(msgspec.Struct, frozen=True):
-    """Of /v1/messages and its count_tokens."""
+    """Fields of /v1/messages and /v1/messages/count_tokens."""
 
     messages: Annotated[Any, about("strings or blocks of text, tool_use, tool_result, thinking", schema=MESSAGES)]
     model: Annotated[str, about("the name that /v1/models lists")] = ""
@@ -474,7 +476,7 @@ class MessagesPromptFields(msgspec.Struct, frozen=True):
 
 
 class MessagesFields(msgspec.Struct, frozen=True):
-    """Of /v1/messages alone."""
+    """Fields that only /v1/messages has."""
 
     max_tokens: Annotated[Positive, about("most tokens of the output")]
     stop_sequences: Annotated[
@@ -485,13 +487,13 @@ class MessagesFields(msgspec.Struct, frozen=True):
 
 
 class PromptFields(msgspec.Struct, frozen=True):
-    """One text to continue, on the routes that take no more."""
+    """The prompt of routes that take a single text."""
 
     prompt: Annotated[str, about("the text to continue", min_length=1)]
 
 
 class GenerateFields(msgspec.Struct, frozen=True):
-    """Of /v1/generate alone."""
+    """Fields that only /v1/generate has."""
 
     prompt: Annotated[str, about("the text to continue", min_length=1, max_length=MAX_GENERATE_CHARACTERS)]
     max_new_tokens: Annotated[
@@ -505,13 +507,13 @@ class GenerateFields(msgspec.Struct, frozen=True):
 
 
 class GenerateTextFields(msgspec.Struct, frozen=True):
-    """Of /generate alone."""
+    """Fields that only /generate has."""
 
     max_tokens: Annotated[Positive, about("most tokens of the output")]
 
 
 class InferFields(msgspec.Struct, frozen=True):
-    """Of /infer/v1/completions alone."""
+    """Fields that only /infer/v1/completions has."""
 
     model: Annotated[str, about("the name of the model, as /v1/models tells it")]
     prompt: Annotated[Any, about("a text or a list of token ids", schema={"anyOf": [TEXT, array(TOKEN_ID)]})]
@@ -520,14 +522,14 @@ class InferFields(msgspec.Struct, frozen=True):
 
 
 class TokenizeFields(msgspec.Struct, frozen=True):
-    """Of /tokenize alone."""
+    """Fields that only /tokenize has."""
 
     prompt: Annotated[str | None, about("the text; or messages")] = None
     return_token_strs: Annotated[bool, about("the tokens as texts too")] = False
 
 
 class DetokenizeFields(msgspec.Struct, frozen=True):
-    """Of /detokenize."""
+    """Fields of /detokenize."""
 
     tokens: Annotated[Any, about("the token ids", schema=array(TOKEN_ID))]
     skip_special_tokens: Annotated[bool, about("leave special tokens out")] = False
@@ -537,8 +539,10 @@ class DetokenizeFields(msgspec.Struct, frozen=True):
 
 
 async def read_json(request: Request, most_bytes: int) -> dict[str, Any]:
-    """Read a request's body as a JSON object. Raises request_too_large, request_timeout, invalid_request, and
-    `cancelled` when the client left in the middle."""
+    """Read a request's body as a JSON object.
+
+    Raises request_too_large, request_timeout, invalid_request, and `cancelled` if the client disconnects meanwhile.
+    """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise InvalidRequest(
@@ -622,17 +626,17 @@ STRUCTURE = tuple(field_docs(StructureFields))
 
 
 def refuse_unsupported(body: dict[str, Any], refused: Mapping[str, tuple[Any, ...]] = REFUSED) -> None:
-    """Raise for the first field that asks for what cannot be had."""
+    """Raise InvalidRequest for the first field that asks for something unsupported."""
     for name in body.keys() & refused.keys():
         value = body[name]
         if name == "best_of" and value == body.get("n") and type(value) is int:
-            continue  # the best n of n are all of them
+            continue  # the best n of n are all n
         if value is not None and not any(type(value) is type(idle) and value == idle for idle in refused[name]):
             raise InvalidRequest(name, "is not supported by this engine: leave it out", code="unsupported")
 
 
 def check_model(body: dict[str, Any], served: ServedModel) -> None:
-    """Raise model_not_found for a name that is not served; none at all means the only one there is."""
+    """Raise model_not_found for a model that is not served. A body without `model` means the served one."""
     name = read_string(body, "model")
     if name and served.adapter_of(name) is None:
         raise InferEngineError(
@@ -641,7 +645,7 @@ def check_model(body: dict[str, Any], served: ServedModel) -> None:
 
 
 def read_streaming(body: dict[str, Any]) -> StreamingFields:
-    """Read how the answer travels. Raises InvalidRequest naming the field."""
+    """Read whether, and how, the answer is streamed. Raises InvalidRequest naming the field."""
     streaming = read_fields(StreamingFields, body)
     if streaming.stream_options not in (None, StreamOptions()) and not streaming.stream:
         raise InvalidRequest("stream_options", "is only allowed when stream is true")
@@ -649,14 +653,17 @@ def read_streaming(body: dict[str, Any]) -> StreamingFields:
 
 
 def read_extras(body: dict[str, Any]) -> ExtraFields:
-    """Read what each choice carries beside its text."""
+    """Read what each choice has beside its text. Raises InvalidRequest naming the field."""
     return read_fields(ExtraFields, body)
 
 
 def read_params(
     body: dict[str, Any], served: ServedModel, config: Config, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    """The model's own defaults, overlaid with what the request says, validated as the engine will do again."""
+    """Read the sampling parameters: the model's defaults, replaced by those of the request. Raises InvalidRequest.
+
+    The engine validates them again.
+    """
     wanted = {name: body[name] for name in SAMPLING if body.get(name) is not None}
     read_mapping(wanted, "logit_bias")  # as OpenAI writes it; the wire takes pairs too
     if "bad_words" in wanted:
@@ -667,7 +674,10 @@ def read_params(
 
 
 def read_prompt_logprobs(body: dict[str, Any], streaming: StreamingFields, limits: LimitsConfig) -> int | None:
-    """Alternatives for each token of the prompt. They come with the whole answer."""
+    """Read how many alternatives to report for each prompt token; None: no log-probabilities of the prompt.
+
+    Raises InvalidRequest if the request is streamed or detached.
+    """
     wanted = read_fields(PromptLogprobsFields, body, limits).prompt_logprobs
     if wanted is not None:
         refuse_beside_prompt_logprobs(body, streaming, "prompt_logprobs")
@@ -677,7 +687,7 @@ def read_prompt_logprobs(body: dict[str, Any], streaming: StreamingFields, limit
 def check_prompt_logprobs(
     prompts: Sequence[Sequence[int]], params: SamplingParams, limits: LimitsConfig, field: str
 ) -> None:
-    """One answer tells them for each choice of each prompt, and is held in memory as a whole."""
+    """Raise InvalidRequest for more log-probabilities of prompt tokens than one answer may hold in memory."""
     if params.prompt_logprobs is None:
         return
     values = sum(map(len, prompts)) * (1 + params.prompt_logprobs) * params.n
@@ -696,9 +706,11 @@ def refuse_beside_prompt_logprobs(body: dict[str, Any], streaming: StreamingFiel
 
 
 def read_bad_words(value: Any, tokenizer: Tokenizer) -> list[list[int]]:
-    """The token sequences of each word at the start of a text and after a space. vLLM leaves the second out where it
-    has another number of tokens, and then lets the word through: " there" is one token of many vocabularies in which
-    "there" is two."""
+    """Return the token ids of each bad word, both at the start of a text and after a space. Raises InvalidRequest.
+
+    vLLM leaves out the second form if it has another number of tokens than the first, and then lets the word through:
+    in many vocabularies " there" is one token and "there" two.
+    """
     if not isinstance(value, list) or not all(isinstance(word, str) and word.strip() for word in value):
         raise InvalidRequest("bad_words", "must be a list of words, none of them empty")
     if len(value) > MAX_BAD_WORDS // 2:
@@ -741,7 +753,7 @@ def read_options(body: dict[str, Any], config: Config, *, label: str, continues_
 
 
 def read_structure(body: dict[str, Any], config: Config) -> tuple[GrammarSpec | None, str]:
-    """What the output must match, and the name of the field that says so."""
+    """Read the grammar that the output must match, and the name of the request's field that has it."""
     if body.get("structured_outputs") == {}:  # asks for nothing, as clients send that fill in every field
         body = {**body, "structured_outputs": None}
     spec = read_grammar(body)
@@ -752,7 +764,7 @@ def read_structure(body: dict[str, Any], config: Config) -> tuple[GrammarSpec | 
 
 
 def read_label(body: dict[str, Any], request_id: str) -> str:
-    """The request's name in ids and logs: its own, or the one of the HTTP exchange."""
+    """Return the request's name in ids and logs: the body's `request_id`, else the id of the HTTP request."""
     label = read_fields(SchedulingFields, body).request_id or request_id
     if len(label) > MAX_NAME_CHARACTERS // 2 or not label.isprintable():
         raise InvalidRequest("request_id", f"must have at most {MAX_NAME_CHARACTERS // 2} printable characters")
@@ -760,8 +772,10 @@ def read_label(body: dict[str, Any], request_id: str) -> str:
 
 
 def read_truncation(body: dict[str, Any], served: ServedModel, max_tokens: int | None) -> int | None:
-    """How many tokens from its end a prompt keeps: `truncate_prompt_tokens`; -1 keeps what leaves room for the output.
-    None: all."""
+    """Read `truncate_prompt_tokens`: how many tokens from its end a prompt keeps; None: all.
+
+    -1 keeps as many as leave room for the output.
+    """
     keep = read_fields(TruncationFields, body).truncate_prompt_tokens
     if keep == 0:
         raise InvalidRequest("truncate_prompt_tokens", "must be -1 or at least 1")

@@ -1,8 +1,9 @@
-"""Detached requests: they outlive their connection, and any front end can read them on.
+"""Detached requests: they outlive their connection, and any front end can resume their streams.
 
 A stream has an id of 128 bits, that of its (first) request in the engine. Each event carries `id: <stream>:<position>`,
-the tokens of every choice up to and with that event. Reading on replays the request against the engine's log from its
-first token, which makes the same events again, and leaves out those that the client has.
+where the position has the number of tokens of every choice up to and including that event. To resume, the front end
+runs the request's format over the engine's log from the first token on, which makes the same events again, and sends
+only those that the client does not have.
 """
 
 from __future__ import annotations
@@ -24,36 +25,36 @@ from inferengine.sampling_params import SamplingParams
 from inferengine.wire.messages import ID_BYTES, Accept
 
 _POSITION = re.compile(r"([0-9a-f]{32}):(\d{1,9}e?(?:,\d{1,9}e?)*)")
-_END = "e"  # behind a choice's tokens: its end was seen too
+_END = "e"  # after a choice's number of tokens: the client has its end, too
 
 
 class Position(NamedTuple):
-    """What a client has of a stream: tokens of each choice, and which choices it has seen end."""
+    """What a client has received of a stream: the number of tokens of each choice, and which choices' ends."""
 
     tokens: tuple[int, ...] = ()
     ended: tuple[bool, ...] = ()
 
     def of(self, choice: int) -> tuple[int, bool]:
-        """Return how many tokens of a choice the client has, and whether it has seen the choice end."""
+        """Return how many tokens of a choice the client has, and whether it has the choice's end."""
         return (self.tokens[choice], self.ended[choice]) if choice < len(self.tokens) else (0, False)
 
 
 class StreamState:
-    """The stream that a request is about. Lives in the ASGI scope while it is answered."""
+    """The stream that a request starts or resumes. Kept in the ASGI scope while the request is answered."""
 
     def __init__(self, stream_id: bytes, position: Position) -> None:
         self.id = stream_id
         self.position = position
 
     def request_id(self, prompt: int) -> bytes:
-        """The engine's id of the n-th prompt's request: the stream's own, then others made from it."""
+        """Return the engine's id of a prompt's request: the stream's id for prompt 0, else an id derived from it."""
         if prompt == 0:
             return self.id
         return hashlib.sha256(self.id + prompt.to_bytes(4, "big")).digest()[:ID_BYTES]
 
 
 def new_stream(chosen: str | None, last_event_id: str | None) -> StreamState:
-    """`chosen`: the client's own id, 32 hexadecimal digits; None takes a random one."""
+    """Make the state of a new or resumed stream. `chosen`: the client's own id, 32 hexadecimal digits; None: random."""
     if chosen is None:
         return StreamState(secrets.token_bytes(ID_BYTES), Position())
     return StreamState(read_stream_id(chosen), read_position(last_event_id, chosen))
@@ -67,7 +68,7 @@ def read_stream_id(text: str) -> bytes:
 
 
 def read_position(last_event_id: str | None, stream_id: str) -> Position:
-    """Of a Last-Event-ID header; the beginning without one."""
+    """Read the position in a Last-Event-ID header; without one it is the beginning of the stream."""
     if not last_event_id:
         return Position()
     found = _POSITION.fullmatch(last_event_id)
@@ -80,14 +81,14 @@ def read_position(last_event_id: str | None, stream_id: str) -> Position:
 
 
 class Events(Protocol):
-    """What a reader needs of a Format."""
+    """The part of Format that StreamReader uses."""
 
     def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the events of these pieces."""
 
 
 class StreamReader:
-    """Puts ids on a stream's events and leaves out those that the client has."""
+    """Adds ids to a stream's events, and leaves out the events that the client has."""
 
     def __init__(self, state: StreamState, num_choices: int) -> None:
         self._seen = state.position
@@ -95,7 +96,10 @@ class StreamReader:
         self._marks = [_mark(*self._seen.of(choice)) for choice in range(num_choices)]
 
     def events(self, format: Events, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
-        """What to send of these pieces. The format sees all of them: what it has held back may come with the next."""
+        """Return the events to send for these pieces.
+
+        The format gets all pieces, also those that the client has: it may hold text back until a later piece.
+        """
         parts = []
         num_seen, end_seen = self._seen.of(choice.index)
         for piece in pieces:
@@ -108,21 +112,21 @@ class StreamReader:
         return b"".join(parts)
 
     def _with_id(self, body: bytes) -> bytes:
-        """On the last event of a piece: a client cut off before it gets the whole piece again."""
+        """Add the id to the last event only: a client that is cut off before it gets the whole piece again."""
         start = body.rfind(b"\n\n", 0, -2) + 2 if body.count(b"\n\n") > 1 else 0
         return b"".join((body[:start], self._head, b",".join(self._marks), b"\n", body[start:]))
 
 
 class LoggedStream:
-    """A choice's tokens from its log, which other readers may share."""
+    """An iterator over one choice's log, which other connections may read, too."""
 
     def __init__(self, submission: LoggedSubmission, choice: int, cursor: int) -> None:
-        self._submission: LoggedSubmission = weakref.proxy(submission)  # which has this stream, and outlives it
+        self._submission: LoggedSubmission = weakref.proxy(submission)  # it holds this stream, and outlives it
         self._choice = choice
         self._cursor = cursor
         self._view: LogView | None = None
         self._reader: asyncio.Task[Any] | None = None
-        self._is_abandoned = False  # and has given its end
+        self._is_abandoned = False  # and the end has been returned
 
     def __aiter__(self) -> LoggedStream:
         return self
@@ -145,19 +149,19 @@ class LoggedStream:
             self._reader = None
 
     def _end(self, error: InferEngineError) -> Delta:
-        """The end of an abandoned submission, once: a reader that goes on would never let the event loop turn."""
+        """Return the end of an abandoned submission. Only once: an endless iterator would block the event loop."""
         if self._is_abandoned:
             raise StopAsyncIteration
         self._is_abandoned = True
         return Delta([], "", None, Finish("error", [error.code, error.message], 0, 0, 0, 0.0, 0.0, 0.0))
 
     def interrupt(self) -> None:
-        """Wake a reader that waits: its submission was abandoned."""
+        """Wake a reader that waits, because the submission was abandoned."""
         if self._reader is not None:
             self._reader.cancel()
 
     def stop(self, num_tokens: int, text: str) -> None:
-        """A stop string was found: every reader finds the same one."""
+        """End the choice at a stop string that a reader found. Every reader finds the same one."""
         log = self._submission.log
         if self._choice < len(log.choices):
             log.choices[self._choice].stop(num_tokens, text)
@@ -169,7 +173,7 @@ class LoggedSubmission:
     def __init__(
         self, registry: Registry, log: RequestLog, state: StreamState, first: int, n: int, tenant: str
     ) -> None:
-        """`first`: the number of its first choice in the stream, `n` how many it has."""
+        """`first`: index of the request's first choice in the stream. `n`: its number of choices."""
         self.log = log
         self.abandoned: InferEngineError | None = None
         self.streams = [LoggedStream(self, place, state.position.of(first + place)[0]) for place in range(n)]
@@ -183,7 +187,7 @@ class LoggedSubmission:
         return self.log.id
 
     async def accepted(self) -> Accept:
-        """Raises the engine's refusal, and not_found for a request of another tenant."""
+        """Wait for the engine's ACCEPT. Raises its refusal, and not_found for a request of another tenant."""
         try:
             accept = await self.log.accepted()
         except InferEngineError:
@@ -197,13 +201,13 @@ class LoggedSubmission:
         return accept
 
     def cancel(self) -> None:
-        """End it in the engine, unless its client has only gone away."""
+        """Cancel the request in the engine, unless only this connection was lost."""
         if self.abandoned is None:
             self.log.cancel()
         self._leave()
 
     def abandon(self, error: InferEngineError) -> None:
-        """End it for this reader."""
+        """Stop reading; the request goes on. This reader's streams end with `error`."""
         if self.abandoned is None:
             self.abandoned = error
             for stream in self.streams:
@@ -221,7 +225,7 @@ def _mark(num_tokens: int, ended: bool) -> bytes:
 
 
 class LogSubmitter:
-    """By way of a log that other connections may read too. With `note` None it only reads what runs already."""
+    """Submits the prompts of a detached request, or resumes it, through logs that other connections may read, too."""
 
     def __init__(
         self,
@@ -234,7 +238,8 @@ class LogSubmitter:
         session: str = "",
         share: tuple[str, ...] = (),
     ) -> None:
-        """`session`: that of requests that name none. `share`: see `frontends.common.shares`."""
+        """`note`: metadata to store with the request; None: resume a request that exists. `session`: for requests
+        without one. `share`: see `frontends.common.shares`."""
         self._registry = registry
         self._state = state
         self._key = key
@@ -245,7 +250,7 @@ class LogSubmitter:
         self._num_prompts = self._num_choices = 0
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, **arguments: Any) -> LoggedSubmission:
-        """The next prompt of the request."""
+        """Submit, or resume, the next prompt of the request."""
         arguments |= {"session": arguments.get("session") or self._session, "share": self._share}
         request_id, n = self._state.request_id(self._num_prompts), params.n
         if self._note is None:

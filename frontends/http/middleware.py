@@ -1,10 +1,13 @@
-"""The ASGI layers around the routes, from the outside in.
+"""The ASGI middleware around the routes, from the outermost to the innermost.
 
-`AliasMiddleware` reads other spellings of a path, before anything is decided on it. `DialectMiddleware` writes errors
-as the clients of Anthropic and Ollama read them. `RequestMiddleware`: request ids, the access log, metrics and spans.
-They add no coroutine to the path of a chunk. `AuthMiddleware` stands between CORS and the routes and checks API keys.
-It decides on the ASGI path, never on a URL made of headers. Where there are keys, every route but health, the list of
-routes and the API pages needs one. Admin routes need an admin's key, and are closed where there are none.
+- `AliasMiddleware` replaces other spellings of a path, before anything is decided by the path.
+- `DialectMiddleware` writes errors in the format of Anthropic's and Ollama's clients.
+- `RequestMiddleware` assigns request ids, writes the access log, and records metrics and spans.
+- `AuthMiddleware`, between CORS and the routes, checks API keys. It decides by the ASGI path, never by a URL made of
+  headers. If there are keys, every route needs one, except health, the list of routes and the API pages. Admin routes
+  need an admin's key, and are closed without keys.
+
+None of them adds a coroutine to the path of a chunk (`plain_send`).
 """
 
 from __future__ import annotations
@@ -34,18 +37,20 @@ _GOOD_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
 class AliasMiddleware:
-    """Serves every route with a slash at its end too, those of /v1 without it, and some others with it. Keys and admin
-    paths are checked behind it, on the route's own path."""
+    """Serves every route with a slash at its end, too, those of /v1 without `/v1`, and some others with it.
+
+    Keys and admin paths are checked after this, by the route's own path.
+    """
 
     def __init__(self, app: ASGIApp, paths: Iterable[str]) -> None:
-        """`paths`: those of the routes."""
+        """`paths`: the paths of all routes."""
         self._app = app
         known = [path for path in paths if path != "/"]
         self._tops = frozenset(_top(path) for path in known if not path.startswith("/v1/"))
         self._versioned = frozenset(_top(path[3:]) for path in known if path.startswith("/v1/")) - self._tops
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Give the request its route's own path, and pass it on."""
+        """Replace the request's path by its route's own, and pass it on."""
         if scope["type"] == "http" and (path := self._named(scope["path"])) != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
         await self._app(scope, receive, send)
@@ -59,19 +64,21 @@ class AliasMiddleware:
 
 
 def _top(path: str) -> str:
-    """The first part of a path."""
+    """Return the first segment of a path."""
     return path[1:].partition("/")[0]
 
 
 class DialectMiddleware:
-    """Errors in the shape of Anthropic's and Ollama's APIs, whichever layer they come from. For Anthropic's clients
-    every answer has the header `request-id`."""
+    """Rewrites errors in the format of Anthropic's and Ollama's APIs, whichever layer they come from.
+
+    Answers to Anthropic's clients also get the header `request-id`.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and its errors back in the shape of its API."""
+        """Pass the request on, and rewrite the errors of its answer."""
         dialect = dialect_of(scope["path"], scope["headers"]) if scope["type"] == "http" else "openai"
         if dialect == "openai":
             await self._app(scope, receive, send)
@@ -105,7 +112,10 @@ class DialectMiddleware:
 
 
 class RequestMiddleware:
-    """Sets `request_id` and `plain_send` in the scope; reads `route` and `status` from it."""
+    """Assigns request ids, writes the access log, and records metrics and spans.
+
+    It sets `request_id` and `plain_send` in the scope, and reads `route` and `status` from it.
+    """
 
     def __init__(
         self,
@@ -131,7 +141,7 @@ class RequestMiddleware:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given if _GOOD_ID.fullmatch(given) else secrets.token_hex(16).encode()
         scope["request_id"] = request_id.decode()
-        scope["plain_send"] = send  # for chunks of a body, which no layer in between has anything to add to
+        scope["plain_send"] = send  # for chunks of a body, to which no other layer adds anything
         status = 0
         span = None
         if self._tracing is not None and scope["path"] not in QUIET_PATHS:
@@ -165,7 +175,7 @@ class RequestMiddleware:
             self._log(scope, status, seconds)
             # The server keeps the scope as long as the connection.
             scope.pop("document", None)
-            scope.pop("plain_send", None)  # it refers to the server's object that has the scope
+            scope.pop("plain_send", None)  # it refers to the server's object that holds the scope: a cycle
             if len(scope.pop("body", b"")) >= LARGE:
                 self._after_large_body()
 
@@ -203,12 +213,12 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/docs", "/redoc"})
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no key: it tells nothing about requests, and the files of /docs are the same everywhere."""
+    """Return whether a path needs no key: health shows nothing of requests, and /docs is the same on every server."""
     return path in OPEN_PATHS or path.startswith(PREFIX)
 
 
 class AuthMiddleware:
-    """Sets `api_key` in the scope. Requests that do something (POST) count towards their key's limits."""
+    """Checks API keys and sets `api_key` in the scope. Only POST requests count towards their key's limits."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, quotas: Quotas, admin_paths: Iterable[str]) -> None:
         self._app = app
@@ -248,7 +258,7 @@ class AuthMiddleware:
 
 
 def _presented(scope: Scope) -> str | None:
-    """The key of `Authorization: Bearer` or, as some SDKs send it, of `x-api-key`."""
+    """Return the key of `Authorization: Bearer` or, as some SDKs send it, of `x-api-key`; None without either."""
     headers: dict[bytes, bytes] = dict(scope["headers"])
     scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     if scheme.lower() == "bearer" and key.strip():

@@ -1,6 +1,6 @@
 """Run the process of `inferengine http`. A single worker runs in it; several are its children on one socket.
 
-A worker runs uvicorn on sockets that are open already, until a signal; then streams finish first.
+A worker runs uvicorn on sockets that are already open. After a signal it finishes the open streams before it ends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KEEP_ALIVE_S = 24 * 3600  # of uvicorn: `ConnectionTracker` closes the idle ones
 
 @dataclass(frozen=True)
 class Shared:
-    """What all workers of a process have in common, made before the first of them."""
+    """State that all workers of a process share, made before the first worker."""
 
     sockets: list[socket.socket]
     metrics: HttpMetrics
@@ -54,14 +54,16 @@ class Shared:
     responses_path: Path | None = None
 
     def choose_worker(self, worker: int) -> None:
-        """After the fork: count as this one."""
+        """Count as this worker from now on, after the fork."""
         self.metrics.choose_worker(worker)
         self.quotas.choose_worker(worker)
 
 
 def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], reload: Reload | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. `on_turn(stopping)` is called from the event loop, first when it accepts; what
-    SIGHUP asks for is done there."""
+    """Serve until SIGTERM or SIGINT. Returns the worker's exit code.
+
+    `on_turn(stopping)` is called from the event loop, first when it accepts connections. Reloads on SIGHUP.
+    """
 
     def turn(stopping: bool) -> None:
         on_turn(stopping)
@@ -70,7 +72,7 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
             reload.run_if_due(shared.keys.reload_if_any)
 
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]  # it would cut the streams at once
-    # Those that come before uvicorn has its own handlers. It also raises its signals again here when it is done.
+    # For signals before uvicorn installs its own handlers. uvicorn also raises its signals again here when it is done.
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: signals.append(number))
@@ -141,8 +143,7 @@ async def _serve(
 
 
 def run_http(config: Config, reload: Reload | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; returns the process's exit code. Raises ConfigError for what may not be served
-    like this."""
+    """Serve until SIGTERM or SIGINT. Returns the process's exit code. Raises ConfigError for unsafe settings."""
     configure(config.log)
     num_workers = choose_num_workers(config.http.workers, usable_cores())
     config = config.with_values(http={"workers": num_workers})

@@ -1,4 +1,4 @@
-"""What all routes of one worker share: the engines, the model, the configuration, and the calls in flight."""
+"""HttpState: what all routes of one worker share. RunningCall: ends a generation when its client disconnects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GRACE_S = 2.0  # the engine ends a request at its deadline; this much later the 
 
 
 class HttpState:
-    """One worker's state. Made before the event loop runs, started inside it."""
+    """Engines, model, configuration and calls in flight of one worker. Create it, then `start` it in the event loop."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class HttpState:
             await asyncio.to_thread(self.tracing.close)
 
     def drain(self) -> None:
-        """Take no more generations; those that run go on."""
+        """Refuse new generations. Those in flight go on."""
         self.draining = True
 
     def abandon_all(self) -> None:
-        """The time for draining is over: what still runs ends with an error that says so."""
+        """End all calls in flight with `draining`, because the drain timeout is over."""
         for call in list(self._calls):
             call.end(InferEngineError("draining", "The server is shutting down.", retry_after_s=1.0))
 
@@ -103,16 +103,18 @@ class HttpState:
         return len(self._calls)
 
     async def served(self) -> ServedModel:
-        """The model to answer with, when a request may begin. Raises `draining` or `engine_unavailable`."""
+        """Return the model for a new request. Raises `draining` or `engine_unavailable` if none may begin."""
         if self.draining:
             raise InferEngineError("draining", "The server is shutting down.", retry_after_s=1.0)
         await self.admission.wait()
         return await self.model.get()
 
     def engines_for(self, request: Request, served: ServedModel, *, detachable: bool = True) -> Submitter:
-        """Where this request's generation goes: within its key's limits, and to be read on later if it is detached.
-        Its body has been read. `detachable` false: the route has no stream to read on. Raises `forbidden` for a model
-        that the key may not use."""
+        """Return where to submit this request's generation, with its key's tenant, salt and priority.
+
+        Call it after the body has been read: its fields may detach the request. `detachable` false: this route's
+        streams cannot be resumed. Raises `forbidden` for a model that the key may not use.
+        """
         chosen: Submitter = self._submitter(request, served, detachable)
         span: Span | None = request.scope.get("span")
         if span is not None:
@@ -120,8 +122,8 @@ class HttpState:
         return chosen
 
     def _submitter(self, request: Request, served: ServedModel, detachable: bool) -> Any:
-        """Detached are requests that say so (`detached: true`) and those that bring an id of their own for their
-        stream. A model's name may be that of a LoRA adapter."""
+        """As `engines_for`. A request is detached by `detached: true`, or by an id for its stream. `model` may name a
+        LoRA adapter."""
         scope = request.scope
         key: ApiKey = scope.get("api_key", ANYBODY)
         document: dict[str, Any] = scope.get("document", {})
@@ -133,7 +135,7 @@ class HttpState:
         common: dict[str, Any] = {"session": session, "share": share_of(scope.get("client"), document, session)}
         if not detachable:
             return KeyedSubmitter(self.engines, key, adapter, **common)
-        state: StreamState | None = scope.get("stream")  # a stream that is read on
+        state: StreamState | None = scope.get("stream")  # a stream that is resumed
         if state is not None:
             return LogSubmitter(self.registry, state, key, None, adapter, **common)
         chosen_id = request.headers.get(STREAM_HEADER)
@@ -146,8 +148,11 @@ class HttpState:
 
     @contextlib.contextmanager
     def call(self, generation: Submitted, receive: Receive) -> Iterator[RunningCall]:
-        """While a generation is answered: it ends when the client leaves, and a little after its deadline at the
-        latest. On leaving whatever has not finished is cancelled."""
+        """Watch a generation while it is answered, as a context manager.
+
+        The generation ends when the client disconnects, and GRACE_S after its deadline at the latest. At exit what has
+        not finished is cancelled.
+        """
         call = RunningCall(generation, receive, self.config.http.request_timeout_s + GRACE_S)
         self._calls.add(call)
         try:
@@ -157,7 +162,7 @@ class HttpState:
             call.close()
 
     async def _fetch_model(self) -> None:
-        """Have the tokenizer at hand before the first request asks for it."""
+        """Fetch the tokenizer before the first request needs it."""
         while True:
             try:
                 await self.engines.wait_ready(3600.0)
@@ -169,18 +174,20 @@ class HttpState:
 
 
 class Submitted(Protocol):
-    """What a call needs of a generation."""
+    """The part of a generation that RunningCall uses."""
 
     def cancel(self) -> None:
-        """End it in the engine. May be called any number of times."""
+        """Cancel the generation in the engine. May be called repeatedly."""
 
     def abandon(self, error: InferEngineError) -> None:
-        """End it on this side at once; its readers get `error`."""
+        """End the generation at once, without waiting for the engine; its readers get `error`."""
 
 
 class RunningCall:
-    """A generation and the client that waits for it. Listens for the client's leaving from the first moment, whatever
-    the phase: queued, prefill, decode, streaming or not."""
+    """Ends a generation when its client disconnects or its deadline is over.
+
+    It listens for the disconnect from the start: while the request waits, is computed, and is streamed.
+    """
 
     def __init__(self, generation: Submitted, receive: Receive, timeout_s: float) -> None:
         self.client_gone = False
@@ -189,7 +196,7 @@ class RunningCall:
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._too_late)
 
     def end(self, error: InferEngineError) -> None:
-        """End it on this side at once, whatever the engine does."""
+        """End the generation at once, without waiting for the engine."""
         self._generation.abandon(error)
 
     def close(self) -> None:
@@ -211,12 +218,12 @@ class RunningCall:
 
 
 class KeyedSubmitter:
-    """Straight to the engines, with what the key decides."""
+    """Submits to the engines with the tenant, cache salt and priority of an API key."""
 
     def __init__(
         self, engines: Submitter, key: ApiKey, adapter: str, *, session: str = "", share: tuple[str, ...] = ()
     ) -> None:
-        """`session`: that of requests that name none. `share`: see `frontends.common.shares`."""
+        """`session`: for requests without one. `share`: see `frontends.common.shares`."""
         self._engines = engines
         self._key = key
         self._adapter = adapter
@@ -226,6 +233,6 @@ class KeyedSubmitter:
     def submit(
         self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
     ) -> Submission:
-        """Submit to the engines within what the key allows (tenant, cache salt, priority), with the LoRA adapter."""
+        """Submit one prompt, given as token ids or as one of `arguments`."""
         arguments |= {"session": arguments.get("session") or self._session, "share": self._share}
         return self._engines.submit(prompt_ids, params, **self._key.restrict(arguments, self._adapter))

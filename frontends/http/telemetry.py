@@ -1,5 +1,6 @@
-"""What the HTTP front end tells of its requests: Prometheus metrics, and OpenTelemetry spans where `trace.enabled` asks
-for them. The engine measures queue, tokens, latencies and cache.
+"""Prometheus metrics of the HTTP front end's requests, and OpenTelemetry spans if `trace.enabled` is set.
+
+The engine measures queue, tokens, latencies and cache.
 
 Every series of a metric (route x status) exists from the start, so that the layout of a worker's cells is fixed. The
 span of a request is the parent of the engine's; attributes follow OpenTelemetry's http and gen_ai conventions.
@@ -31,7 +32,7 @@ BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 
 
 class HttpMetrics(Collector):
-    """Counters of all workers; this object writes those of `worker`."""
+    """Counts requests by route and status. Each worker writes its own cells; `collect` sums over all workers."""
 
     def __init__(self, handlers: Sequence[str], num_workers: int = 1) -> None:
         self.handlers = (*handlers, OTHER)
@@ -45,8 +46,10 @@ class HttpMetrics(Collector):
         self.resumed = ResumeCells(self.cells, resumed)
 
     def choose_worker(self, worker: int) -> None:
-        """After the fork: count as this worker from now on. A restarted one goes on where its predecessor stopped,
-        except for the gauge, which died with it."""
+        """Count as this worker from now on, after the fork.
+
+        A restarted worker continues the counters of the one before it. Its gauge of active requests starts at 0.
+        """
         self.cells.choose_worker(worker)
         self.refusals.choose_worker(worker)
         self.cells.own[-1] = 0.0
@@ -66,7 +69,7 @@ class HttpMetrics(Collector):
         own[start + self._histogram - 1] += seconds
 
     def collect(self) -> Iterable[Metric]:
-        """For prometheus-client: the sum over the workers."""
+        """Yield the sums over all workers, for prometheus-client."""
         total = [self.cells.total(place) for place in range(self.cells.num_cells)]
         requests = CounterMetricFamily("http_requests", "Requests answered.", labels=["handler", "status"])
         codes = CounterMetricFamily("inferengine_http_responses", "Requests answered.", labels=["handler", "code"])
@@ -111,7 +114,7 @@ OPERATIONS = {  # of the routes that do not generate a plain text
 
 
 def begin_request(tracing: Tracing, scope: Scope) -> Span:
-    """Under the client's own span, if it sent one. It is left in the scope for `traced` and `describe`."""
+    """Begin a request's span, a child of the client's if it sent one. It is kept in the scope for `describe`."""
     carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in CARRIED}
     client = scope.get("client")
     span = tracing.begin(
@@ -141,7 +144,7 @@ def end_request(span: Span, scope: Scope, status: int) -> None:
 
 
 class TracedSubmitter:
-    """Has the engine make its span under this request's."""
+    """Submits requests so that the engine's span becomes a child of this request's span."""
 
     def __init__(self, engines: Submitter, span: Span, model: str, path: str) -> None:
         self._engines = engines
@@ -152,7 +155,7 @@ class TracedSubmitter:
     def submit(
         self, prompt_ids: Sequence[int] | None = None, params: SamplingParams | None = None, **arguments: Any
     ) -> Submission:
-        """Submit to the engine with this span as the parent of the engine's, and note operation and model on it."""
+        """Submit with this span as the parent of the engine's, and set the span's operation and model."""
         span = self._span
         span.set("gen_ai.operation.name", self._operation)
         span.set("gen_ai.provider.name", PROVIDER)
@@ -161,7 +164,7 @@ class TracedSubmitter:
 
 
 def describe_embeddings(scope: Scope, found: Sequence[Embedding], dimensions: int) -> None:
-    """What a call's inputs came to."""
+    """Set the attributes of a finished embeddings call on its span: tokens and dimensions."""
     span: Span | None = scope.get("span")
     if span is None:
         return
@@ -171,7 +174,7 @@ def describe_embeddings(scope: Scope, found: Sequence[Embedding], dimensions: in
 
 
 def describe(scope: Scope, generation: RequestOutput) -> None:
-    """How a generation ended, once it has."""
+    """Set the attributes of a finished generation on its span: tokens and finish reasons."""
     span: Span | None = scope.get("span")
     if span is None:
         return
