@@ -1,7 +1,8 @@
-"""CURVE for TCP: key pairs in files, and who may connect. Over unix sockets the file's mode is the protection.
+"""CURVE, the encryption and authentication of ZeroMQ over TCP: key pairs in files, and which clients may connect.
 
-A key file is TOML with `public` and `secret`, each 40 characters of Z85; the engine's list of clients is TOML too, one
-`name = "public key"` a line. `answer` is the engine's side of ZAP (ZeroMQ RFC 27): it says yes to listed keys only.
+Over unix sockets the file's mode is the protection. A key file is TOML with `public` and `secret`, each 40 characters
+of Z85. The engine's list of clients is TOML, too, with a line `name = "public key"` for each. `answer` is the engine's
+side of ZAP (ZeroMQ RFC 27): it accepts listed keys only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _VERSION = b"1.0"
 
 
 class KeyPair(NamedTuple):
-    """Z85, 40 characters each."""
+    """A public and a secret key, each 40 characters of Z85."""
 
     public: bytes
     secret: bytes
@@ -37,32 +38,32 @@ class ClientKeys(NamedTuple):
 
 
 def new_pair() -> KeyPair:
-    """A fresh pair."""
+    """Return a new random pair."""
     return KeyPair(*zmq.curve_keypair())
 
 
 def write_pair(path: Path, pair: KeyPair) -> None:
-    """Into a new file that only its owner may read. Raises FileExistsError."""
+    """Write a pair into a new file that only its owner may read. Raises FileExistsError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(f'public = "{pair.public.decode()}"\nsecret = "{pair.secret.decode()}"\n')
 
 
 def read_pair(path: str) -> KeyPair:
-    """Raises ConfigError, which never shows what is in the file."""
+    """Read a key file. Raises ConfigError, which never shows the content of the file."""
     values = _read("wire.curve_secret_file", path)
     pair = [_key("wire.curve_secret_file", name, values.get(name)) for name in ("public", "secret")]
     return KeyPair(*pair)
 
 
 def read_clients(path: str) -> dict[bytes, str]:
-    """Names by public key, as ZAP has it (32 bytes)."""
+    """Read the list of clients: their names by public key, in the 32 bytes that ZAP uses. Raises ConfigError."""
     key = "wire.curve_clients_file"
     return {z85.decode(_key(key, name, value)): name for name, value in _read(key, path).items()}
 
 
 def client_keys(config: Config) -> ClientKeys | None:
-    """A client's keys of this configuration; None where it names no engine's key."""
+    """Return the configured keys of a client; None if no engine's key is configured. Raises ConfigError."""
     wire = config.wire
     if not wire.curve_engine_key:
         return None
@@ -73,7 +74,7 @@ def client_keys(config: Config) -> ClientKeys | None:
 
 
 def answer(frames: Sequence[bytes], clients: Mapping[bytes, str]) -> list[bytes]:
-    """The reply to one ZAP request: [version, request id, domain, address, identity, mechanism, credentials…]."""
+    """Return the reply to a ZAP request: [version, request id, domain, address, identity, mechanism, credentials…]."""
     known = len(frames) == 7 and frames[0] == _VERSION and frames[5] == b"CURVE" and frames[6] in clients
     request_id = frames[1] if len(frames) > 1 else b""
     name = clients[frames[6]] if known else ""

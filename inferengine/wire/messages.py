@@ -1,14 +1,16 @@
-"""Every message of the wire, named as PROTOCOL.md names it; its frames and back; and flow control. Knows nothing of
-sockets.
+"""The messages of the wire, named as in PROTOCOL.md, and its flow control. Knows nothing of sockets.
 
-A message whose body is a map is a Struct: its fields' types and ranges are what decoding checks. The others, and the
-rows of STEP, are NamedTuples, which are read by hand.
+`encode` makes the frames of a message and `decode` reads them.
 
-Whatever the bytes are, decoding ends in a message or in a WireError. Every length and range that the wire itself
-promises is checked here: those of maps by their Structs, those of arrays and raw frames by hand. What depends on the
-model (token ids, context) the engine's intake checks.
+A message whose body is a map is a Struct: decoding checks the types and ranges of its fields. The other messages, and
+the rows of STEP, are NamedTuples, which are read by hand.
 
-Flow control: a client gives CREDIT for STEPs (CreditGiver), and the engine counts how many are out (CreditWindow).
+Whatever the bytes are, decoding gives a message or raises a WireError. Every length and range that the protocol
+promises is checked here: those of maps by their Structs, those of arrays and raw frames by hand. The engine's intake
+checks what depends on the model: token ids and lengths.
+
+Flow control: a client acknowledges STEPs by CREDIT (CreditGiver), and the engine limits the number of unacknowledged
+STEPs (CreditWindow).
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ MAGIC = b"IE"
 STARTING, READY, DRAINING, STOPPING = "STARTING", "READY", "DRAINING", "STOPPING"
 STATES = (STARTING, READY, DRAINING, STOPPING)
 REPLIES = ("tokens", "text", "both", "embedding")
-EMBEDDINGS = "embeddings"  # the feature of engines that take reply "embedding"
-RESUME_OUTPUT = "resume_output"  # the feature of engines that take `resume` in SUBMIT
+EMBEDDINGS = "embeddings"  # the feature of engines that support reply "embedding"
+RESUME_OUTPUT = "resume_output"  # the feature of engines that support `resume` in SUBMIT
 FINISH_REASONS = ("stop", "length", "abort", "error")
 ID_BYTES = 16
 EPOCH_BYTES = 8
@@ -46,11 +48,11 @@ MAX_LIST_ITEMS = 65_536  # entries of one list in a message, beyond which no hon
 MAX_STOP_CHARACTERS = 65_536  # of a stop string that a peer found
 MAX_U32 = 2**32 - 1
 MAX_BEGINNINGS = 32  # keys of beginnings in one SUBMIT
-PLACED_TOPIC = b"placed."  # and the engine's name: on PUB, what the engine was sent lately
+PLACED_TOPIC = b"placed."  # then the engine's name: the PUB topic of prompts and sessions it was sent lately
 
 
 def one_of(choices: tuple[str, ...]) -> Meta:
-    """The range of a string that must be one of these."""
+    """Return the constraint of a string field that must be one of these."""
     return about(expected=f"must be one of {', '.join(choices)}", pattern=rf"^(?:{'|'.join(choices)})\Z")
 
 
@@ -72,7 +74,7 @@ Names = Annotated[tuple[Name, ...], _FEW]
 
 
 class Kind:
-    """The byte after the major version."""
+    """The kinds of messages: the byte of the header after the major version."""
 
     HELLO = 1
     SUBMIT = 2
@@ -98,7 +100,7 @@ class Body(msgspec.Struct, frozen=True):
     """A message whose body is the map of its fields."""
 
     def replace(self, **changes: Any) -> Self:
-        """Copy with these fields changed."""
+        """Return a copy with these fields changed."""
         return msgspec.structs.replace(self, **changes)
 
 
@@ -115,7 +117,10 @@ class Hello(Body, frozen=True):
 
 
 class Submit(Body, frozen=True):
-    """One of `prompt` (little-endian u32), `text` and `messages` is not None. `prompt` travels as a raw frame."""
+    """A client's request to generate, or to embed.
+
+    Exactly one of `prompt` (u32[] little-endian, sent as a raw frame), `text` and `messages` is not None.
+    """
 
     id: RequestId
     stream: U32
@@ -131,14 +136,14 @@ class Submit(Body, frozen=True):
     detached: bool = False
     label: Name = ""
     grammar: Annotated[tuple[str | None, ...], _FEW] | None = None  # kind, source, pattern of white space
-    note: Note = b""  # the engine's to keep and to give to whoever attaches
+    note: Note = b""  # metadata that the engine keeps, and returns to clients that attach
     adapter: Name = ""  # LoRA adapter, by name
     pooling: Name = ""  # of an embedding: last or mean; empty: the engine's
     traceparent: Name = ""  # W3C's, of the span that this request is a part of
-    # Per choice its output so far, u32[]; None: it has ended.
+    # The output so far of each choice, u32[]; None for a choice that has ended.
     resume: Annotated[tuple[bytes | None, ...], _FEW] | None = None
     stalls: U32 = 0  # stalled steps of engines that this request was in flight at
-    prediction: bytes = b""  # u32[]: what the output will probably be, to draft tokens from
+    prediction: bytes = b""  # u32[]: the expected output, from which tokens are drafted
     # u64[], the keys of this prompt's beginnings and of its session, which the engine tells all front ends.
     beginnings: Annotated[bytes, Meta(max_length=8 * MAX_BEGINNINGS)] = b""
     session: Annotated[bytes, Meta(max_length=8)] = b""
@@ -146,7 +151,7 @@ class Submit(Body, frozen=True):
 
 
 class StopFound(NamedTuple):
-    """The peer's own matching: the stop string was complete with the `num_tokens`-th token of the output."""
+    """A stop string that the client found: it was complete with token number `num_tokens` of the output."""
 
     stream: U32
     num_tokens: Count
@@ -158,8 +163,8 @@ class Cancel(Body, frozen=True):
 
     streams: Annotated[tuple[U32, ...], _FEW] = ()
     ids: Annotated[tuple[RequestId, ...], _FEW] = ()
-    leave: bool = False  # this peer reads `streams` no more: they end where no other peer reads them
-    # Of `streams` those in whose text the peer found a stop string.
+    leave: bool = False  # stop reading `streams`; those that no other client reads end
+    # Those of `streams` in whose text the client found a stop string.
     stopped: Annotated[tuple[StopFound, ...], _FEW] = ()
 
 
@@ -220,7 +225,10 @@ class ModelInfo(Body, frozen=True):
 
 
 class Welcome(Body, frozen=True):
-    """`resumed` answers a HELLO that asked to resume; None otherwise."""
+    """The engine's answer to HELLO, sent again when its state changes: its state, limits and model.
+
+    `resumed`: whether a HELLO that asked to resume was resumed; None for others.
+    """
 
     engine: Name
     epoch: Epoch
@@ -237,15 +245,15 @@ class Welcome(Body, frozen=True):
 
 
 class Accept(Body, frozen=True):
-    """The engine's answer to a Submit or Attach that it takes: the prompt's length and the number of choices."""
+    """The engine's acceptance of a Submit or Attach: the prompt's length and the number of choices."""
 
     id: RequestId
     stream: U32
     prompt_tokens: Count = 0
     n: Annotated[int, Meta(ge=1, le=MAX_LIST_ITEMS)] = 1
     attached: bool = False
-    note: Note = b""  # of the SUBMIT, for whoever attaches
-    seed: Seed | None = None  # that the engine chose, where the request named none
+    note: Note = b""  # that of the SUBMIT
+    seed: Seed | None = None  # the one that the engine chose, if the request named none
 
 
 class Reject(Body, frozen=True):
@@ -277,7 +285,10 @@ class Done(NamedTuple):
 
 
 class Step(NamedTuple):
-    """`tokens` holds counts[i] ids for streams[i], one after the other; `counts` None means one each."""
+    """New output of one engine step, for all streams of a connection, in columns.
+
+    `tokens` has counts[i] ids for streams[i], one stream after the other; `counts` None: one each.
+    """
 
     seq: int
     step: int
@@ -345,7 +356,7 @@ Decoder = Callable[[Any, Sequence[bytes]], Message]  # body and raw frames to th
 
 
 class WireError(Exception):
-    """A message that cannot be used. `id` and `stream` are given where they could still be read."""
+    """Raised for frames that are no valid message. `id` and `stream` are set if they could be read."""
 
     def __init__(
         self,
@@ -381,7 +392,7 @@ def _array(body: Any, least: int) -> list[Any]:
 
 
 def _read(kind: type[_T], body: Any) -> _T:
-    """The fields of a message whose body is a map."""
+    """Read a message whose body is a map. Raises WireError naming the field."""
     try:
         return read_fields(kind, _map(body))
     except FieldError as error:
@@ -406,8 +417,8 @@ def _choice(value: Any, field: str, choices: Sequence[str]) -> str:
     return cast(str, value)
 
 
-def _start(body: dict[str, Any], name: str, length: int) -> None:
-    """Cut a list to the elements that are known: arrays may grow at the end."""
+def _drop_unknown(body: dict[str, Any], name: str, length: int) -> None:
+    """Drop the elements of a list beyond `length`: later versions of the protocol may append elements."""
     if isinstance(value := body.get(name), list):
         body[name] = value[:length]
 
@@ -444,7 +455,7 @@ SELDOM = (
 
 def _decode_hello(body: Any, raw: Sequence[bytes]) -> Hello:
     body = {"protocol": [PROTOCOL_MAJOR, 0], **_map(body)}
-    _start(body, "protocol", 2)
+    _drop_unknown(body, "protocol", 2)
     hello = _read(Hello, body)
     if hello.protocol[0] != PROTOCOL_MAJOR:
         raise WireError(
@@ -470,11 +481,11 @@ def _decode_submit(body: Any, raw: Sequence[bytes]) -> Submit:
     try:
         return _submit_from(body, raw)
     except WireError as error:
-        raise _of_request(error, body) from None
+        raise _with_request_ids(error, body) from None
 
 
-def _of_request(error: WireError, body: dict[str, Any]) -> WireError:
-    """Name the request, where it could be read, so that the client can match the answer."""
+def _with_request_ids(error: WireError, body: dict[str, Any]) -> WireError:
+    """Add the ids of the request to an error, if they can be read, so that the client can match the REJECT."""
     id, stream = body.get("id"), body.get("stream")
     error.id = id if isinstance(id, bytes) and len(id) == ID_BYTES else None
     error.stream = stream if type(stream) is int and 0 <= stream <= MAX_U32 else None
@@ -548,7 +559,7 @@ def _encode_cancel(message: Cancel) -> tuple[int, Any, Frames]:
 
 def _decode_cancel(body: Any, raw: Sequence[bytes]) -> Cancel:
     body = _map(body)
-    if isinstance(stopped := body.get("stopped"), list):  # each may grow at the end
+    if isinstance(stopped := body.get("stopped"), list):  # later versions may append elements to each
         body["stopped"] = [row[:3] if isinstance(row, list) else row for row in stopped]
     return _read(Cancel, body)
 
@@ -558,7 +569,7 @@ def _decode_attach(body: Any, raw: Sequence[bytes]) -> Attach:
     try:
         return _read(Attach, body)
     except WireError as error:
-        raise _of_request(error, body) from None
+        raise _with_request_ids(error, body) from None
 
 
 def _decode_model(body: Any, raw: Sequence[bytes]) -> Model:
@@ -606,24 +617,24 @@ _SWAP = sys.byteorder == "big"
 
 
 def to_u32(values: Iterable[int]) -> bytes:
-    """Little-endian unsigned 32-bit. Raises OverflowError or TypeError for what does not fit."""
+    """Encode integers as u32[] little-endian. Raises OverflowError or TypeError for values that do not fit."""
     return _packed("I", values)
 
 
 def from_u32(data: bytes, field: str = "tokens") -> array[int]:
-    """The inverse of `to_u32`."""
+    """Decode `to_u32`. Raises WireError naming `field` for a length that is no multiple of 4."""
     if len(data) % 4:
         raise WireError(f"{field}: a u32[] has a length that is a multiple of 4, not {len(data)}", field=field)
     return _unpacked("I", data)
 
 
 def to_u64(values: Iterable[int]) -> bytes:
-    """Little-endian unsigned 64-bit. Raises OverflowError or TypeError for what does not fit."""
+    """Encode integers as u64[] little-endian. Raises OverflowError or TypeError for values that do not fit."""
     return _packed("Q", values)
 
 
 def from_u64(data: bytes) -> array[int]:
-    """The inverse of `to_u64`. Raises ValueError for a length that is no multiple of 8."""
+    """Decode `to_u64`. Raises ValueError for a length that is no multiple of 8."""
     return _unpacked("Q", data)
 
 
@@ -643,7 +654,7 @@ def _unpacked(code: str, data: bytes) -> array[int]:
     return values
 
 
-TERMINAL_ROW = 9  # elements that every one has
+TERMINAL_ROW = 9  # elements that every terminal row has
 
 
 class _ListedFiles(Body, frozen=True):
@@ -663,8 +674,8 @@ _LATER_MODEL_KEYS = (
 
 def _decode_welcome(body: Any, raw: Sequence[bytes]) -> Welcome:
     body = {"engine": "", "protocol": [PROTOCOL_MAJOR, 0], **_map(body)}
-    _start(body, "protocol", 2)
-    _start(body, "progress", 2)
+    _drop_unknown(body, "protocol", 2)
+    _drop_unknown(body, "progress", 2)
     return _read(Welcome, body)
 
 
@@ -867,23 +878,23 @@ _DECODERS = {**_CLIENT_DECODERS, **_ENGINE_DECODERS}
 
 
 def pack(value: Any) -> bytes:
-    """One msgpack value."""
+    """Encode one value as msgpack."""
     return cast(bytes, msgpack.packb(value))
 
 
 def header(kind: int) -> bytes:
-    """The first frame of a message of this kind."""
+    """Return the first frame of messages of this kind."""
     return _HEADER[kind]
 
 
 def encode(message: Message) -> Frames:
-    """The frames of a message, without a routing id."""
+    """Encode a message as frames, without a routing id."""
     kind, body, raw = _ENCODERS[type(message)](message)
     return [_HEADER[kind], pack(body), *raw]
 
 
 def decode(frames: Sequence[bytes]) -> Message:
-    """The message in these frames (without a routing id). Raises WireError and nothing else."""
+    """Decode the message in these frames (without a routing id). Raises WireError and nothing else."""
     if len(frames) < 2:
         raise WireError(f"a message has a header and a body frame, got {len(frames)} frame(s)")
     head = frames[0]
@@ -901,12 +912,12 @@ def decode(frames: Sequence[bytes]) -> Message:
     except WireError:
         raise
     except Exception as error:  # msgpack raises a dozen types; all of them mean the same to the peer
-        raise WireError(_complaint(error)) from None
+        raise WireError(_msgpack_problem(error)) from None
     return decoder(body, frames[2:])
 
 
-def _complaint(error: Exception) -> str:
-    """What of msgpack's errors somebody can act on."""
+def _msgpack_problem(error: Exception) -> str:
+    """Describe an error of msgpack by what the sender can change."""
     if isinstance(error, UnicodeDecodeError):
         return "a string in the body is not UTF-8"
     if isinstance(error, msgpack.StackError):
@@ -917,14 +928,13 @@ def _complaint(error: Exception) -> str:
 
 
 class StepWriter:
-    """Frames of STEPs that carry tokens and terminal rows alone, one after the other: a packer that is kept needs no
-    new buffer for each. For one thread."""
+    """Encodes STEPs that have tokens and terminal rows only. Reuses its packer's buffer; for one thread."""
 
     def __init__(self) -> None:
         self._pack: Callable[[Any], bytes] = msgpack.Packer().pack
 
     def frames(self, seq: int, step: int, streams: bytes, done: Sequence[Done], tokens: bytes) -> Frames:
-        """As `step_frames`, each stream with one token."""
+        """Encode a STEP as `step_frames` does, with one token for each stream."""
         return [_HEADER[Kind.STEP], self._pack((seq, step, streams, None, done, None)), tokens]
 
 
@@ -937,7 +947,7 @@ def step_frames(
     extras: Mapping[str, Any] | None,
     tokens: bytes,
 ) -> Frames:
-    """A STEP whose columns are u32[] already."""
+    """Encode a STEP whose columns are u32[] already. `extras`: its optional fields, such as logprobs."""
     return [_HEADER[Kind.STEP], pack([seq, step, streams, counts, done, extras]), tokens]
 
 
@@ -952,7 +962,7 @@ CREDIT_DELAY_S = 0.05
 
 
 class CreditGiver:
-    """The client's end: CREDIT after half a window, and 50 ms after a STEP at the latest."""
+    """Decides when the client acknowledges STEPs: after half a window, and 50 ms after a STEP at the latest."""
 
     def __init__(self) -> None:
         self.due_s: float | None = None
@@ -961,17 +971,17 @@ class CreditGiver:
         self._batch = 1
 
     def start(self, window: int, seq: int) -> None:
-        """A WELCOME: the window, and the last STEP handled so far."""
+        """Start at a WELCOME with its window, and the number of the last STEP handled so far."""
         self._batch = max(1, window // 2)
         self._seq = self._given = seq
         self.due_s = None
 
     def reset(self) -> None:
-        """The connection is gone; nothing is due until the next WELCOME."""
+        """Stop when the connection is lost: nothing is due until the next WELCOME."""
         self.due_s = None
 
     def handled(self, seq: int, now: float) -> Credit | None:
-        """A STEP was handled."""
+        """Record that a STEP was handled. Returns the CREDIT to send now, or None."""
         self._seq = seq
         if seq - self._given >= self._batch:
             return self._give()
@@ -990,7 +1000,7 @@ class CreditGiver:
 
 
 class CreditWindow:
-    """The engine's end: STEPs out and not acknowledged, at most `size` of them."""
+    """Counts the STEPs that the engine has sent to a client and that are not acknowledged: at most `size`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -1000,18 +1010,18 @@ class CreditWindow:
 
     @property
     def open(self) -> bool:
-        """Whether another STEP may be sent before the peer gives credit."""
+        """Whether another STEP may be sent before the client acknowledges one."""
         return self.seq - self.acknowledged < self.size
 
     def take(self, now: float) -> int:
-        """The number of the next STEP. Only when open."""
+        """Count another STEP and return its number. Only when `open`."""
         self.seq += 1
         if self.seq - self.acknowledged >= self.size:
             self.full_since_s = now
         return self.seq
 
     def give(self, seq: int) -> bool:
-        """CREDIT up to `seq`. False if that STEP was never sent."""
+        """Record CREDIT up to `seq`. Returns False if that STEP was never sent."""
         if seq > self.seq:
             return False
         if seq > self.acknowledged:

@@ -1,10 +1,10 @@
-"""The sockets of the wire and their options. No other file sets a ZeroMQ option.
+"""Make the ZeroMQ sockets of the wire. No other file sets a ZeroMQ option.
 
-Why these: ROUTER_MANDATORY turns silent loss into an error the sender sees (a full pipe is EAGAIN, a gone peer
-EHOSTUNREACH); ROUTER_HANDOVER lets a reconnecting client take its routing id over; high-water marks and MAXMSGSIZE
-bound memory; TCP_MAXRT ends a connection whose other end has vanished. ZeroMQ's own heartbeats stay off: our PING and
-leases do their work, and in libzmq 4.3.5 a peer that fills the receiving pipe and disconnects makes the next heartbeat
-abort the whole process (stream_engine_base.cpp, out_event after an input error).
+The options: ROUTER_MANDATORY turns silent loss into an error that the sender sees (EAGAIN for a full pipe, EHOSTUNREACH
+for a peer that is gone). ROUTER_HANDOVER lets a reconnecting client take over its routing id. High-water marks and
+MAXMSGSIZE bound memory. TCP_MAXRT ends a connection whose other end has vanished. ZeroMQ's own heartbeats stay off: our
+PING and leases do their work, and in libzmq 4.3.5 a peer that fills the receiving pipe and disconnects makes the next
+heartbeat abort the whole process (stream_engine_base.cpp, out_event after an input error).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ACCEPTED_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 def engine_router(context: zmq.Context[zmq.Socket[bytes]], max_message_bytes: int) -> zmq.Socket[bytes]:
-    """The engine's ROUTER, not bound yet."""
+    """Make the engine's ROUTER, not bound yet."""
     router = context.socket(zmq.ROUTER)
     _keep_alive(router)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -45,7 +45,7 @@ def engine_router(context: zmq.Context[zmq.Socket[bytes]], max_message_bytes: in
 
 
 def engine_publisher(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """The engine's PUB for STATUS: a slow subscriber loses messages, never slows the engine."""
+    """Make the engine's PUB for STATUS. A slow subscriber loses messages and never slows the engine."""
     publisher = context.socket(zmq.PUB)
     _keep_alive(publisher)
     publisher.setsockopt(zmq.SNDHWM, STATUS_HIGH_WATER_MARK)
@@ -54,7 +54,7 @@ def engine_publisher(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[byte
 
 
 def replay_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """The engine's ROUTER for KV events asked for again."""
+    """Make the engine's ROUTER that replays KV events on request."""
     router = context.socket(zmq.ROUTER)
     _keep_alive(router)
     router.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER_MARK)
@@ -64,20 +64,22 @@ def replay_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 
 def require_curve(socket: zmq.Socket[bytes], own: KeyPair) -> None:
-    """What is bound from now on asks every peer for a key (`zap_handler` says which are good); what is bound already
-    goes on as it was."""
+    """Demand a key of every client that connects to addresses bound from now on; `zap_handler` decides on the key.
+
+    Addresses that are bound already stay as they are.
+    """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
 
 
 def ask_no_curve(socket: zmq.Socket[bytes]) -> None:
-    """What is bound from now on takes peers without keys."""
+    """Accept clients without keys at addresses that are bound from now on."""
     socket.setsockopt(zmq.CURVE_SERVER, 0)
 
 
 def zap_handler(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """Where this context's sockets ask about each key. Bind it before them."""
+    """Make the socket that decides on each key of this context's sockets. Bind it before them."""
     handler = context.socket(zmq.REP)
     handler.setsockopt(zmq.LINGER, 0)
     handler.bind("inproc://zeromq.zap.01")
@@ -85,7 +87,7 @@ def zap_handler(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 
 def use_curve(socket: zmq.Socket[bytes], keys: ClientKeys | None, address: str) -> None:
-    """Before a client's socket connects to `address`: show and ask for keys, over TCP, if there are any."""
+    """Use a client's keys for a TCP address, if there are any. Call it before the socket connects to `address`."""
     if keys is not None and address.startswith("tcp://"):
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.engine)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public)
@@ -93,7 +95,7 @@ def use_curve(socket: zmq.Socket[bytes], keys: ClientKeys | None, address: str) 
 
 
 def client_dealer(context: zmq.Context[zmq.Socket[bytes]], routing_id: bytes) -> zmq.Socket[bytes]:
-    """A client's DEALER, not connected yet. It reconnects by itself."""
+    """Make a client's DEALER, not connected yet. It reconnects by itself."""
     dealer = context.socket(zmq.DEALER)
     _keep_alive(dealer)
     dealer.setsockopt(zmq.ROUTING_ID, routing_id)
@@ -101,13 +103,13 @@ def client_dealer(context: zmq.Context[zmq.Socket[bytes]], routing_id: bytes) ->
     dealer.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-    dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits in a pipe to nowhere: the session resends what was lost
+    dealer.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing without a connection: the session resends what was lost
     dealer.setsockopt(zmq.LINGER, LINGER_MS)
     return dealer
 
 
 def status_subscriber(context: zmq.Context[zmq.Socket[bytes]], *topics: bytes) -> zmq.Socket[bytes]:
-    """A client's SUB for STATUS, and for messages of these topics."""
+    """Make a client's SUB for STATUS, and for messages of these topics."""
     subscriber = context.socket(zmq.SUB)
     _keep_alive(subscriber)
     for topic in (b"status.", *topics):
@@ -120,12 +122,12 @@ def status_subscriber(context: zmq.Context[zmq.Socket[bytes]], *topics: bytes) -
 
 
 def connection_monitor(watched: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """A PAIR that reports each finished handshake and each lost connection of `watched`."""
+    """Make a PAIR that reports each finished handshake and each lost connection of `watched`."""
     return watched.get_monitor_socket(_CONNECTION_EVENTS)
 
 
 def accepted_monitor(watched: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """A PAIR that reports the descriptor of each connection that `watched` accepts, and of each that it has closed."""
+    """Make a PAIR that reports the descriptors of connections that `watched` accepts, and of those it has closed."""
     address = f"inproc://accepted-{secrets.token_hex(8)}"
     watched.monitor(address, int(_ACCEPTED_EVENTS))
     monitor: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
@@ -136,8 +138,10 @@ def accepted_monitor(watched: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
 
 
 def unbind(socket: zmq.Socket[bytes], address: str) -> None:
-    """End the listener at `address` as it was given to `bind`, and every connection that came in there, at once."""
-    socket.setsockopt(zmq.LINGER, 0)  # or each of them goes on being read for that long, into nothing
+    """End the listener at `address`, as it was given to `bind`, and all connections accepted there, at once."""
+    socket.setsockopt(
+        zmq.LINGER, 0
+    )  # otherwise each connection is read on for the linger time, and the messages are dropped
     try:
         socket.unbind(address)
     finally:
@@ -145,28 +149,28 @@ def unbind(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 def routing_id(role: str) -> bytes:
-    """A routing id of our habit, `<role>:<host>:<pid>:<random>`, at most 255 bytes."""
+    """Make a routing id, `<role>:<host>:<pid>:<random>`, of at most 255 bytes."""
     tail = f":{plain_socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}".encode()
     return (role.encode().lstrip(b"\0") or b"client")[: 255 - len(tail)] + tail
 
 
 def readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits. Asking costs 2 us; trying and catching zmq.Again costs 40."""
+    """Return whether a message waits. Asking costs 2 us; trying and catching zmq.Again costs 40."""
     return bool(cast(int, socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
 def default_status_address(address: str) -> str:
-    """Where the PUB of the engine at `address` is: `<address>.status`, over TCP the next port."""
+    """Return the default address of an engine's PUB: `<address>.status`, over TCP the next port."""
     return _beside(address, "status", 1)
 
 
 def replay_address(address: str) -> str:
-    """Where KV events are replayed: `<address>.replay`, over TCP the next port but one."""
+    """Return the address at which KV events are replayed: `<address>.replay`, over TCP the next port but one."""
     return _beside(address, "replay", 2)
 
 
 def replay_address_of_events(address: str) -> str:
-    """Where KV events are replayed that have a TCP address of their own: the next port."""
+    """Return the replay address of KV events that have a TCP address of their own: the next port."""
     return _beside(address, "replay", 1)
 
 
