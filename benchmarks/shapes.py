@@ -137,9 +137,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_model(folder: Path, name: str) -> None:
-    """Write config.json of a shape, and a tokenizer with a token for every id, to an existing folder."""
-    (folder / "config.json").write_text(json.dumps(SHAPES[name]))
-    write_tokenizer(folder, SHAPES[name]["vocab_size"])
+    """Write config.json of a shape, and a tokenizer with a token for every id, to an existing folder.
+
+    A shape that names no token that ends a text gets its last one: without it no grammar could end.
+    """
+    size = SHAPES[name]["vocab_size"]
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": size - 1, **SHAPES[name]}))
+    write_tokenizer(folder, size)
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
