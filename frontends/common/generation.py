@@ -64,6 +64,11 @@ class Piece(NamedTuple):
         """Whether the choice ends with this piece."""
         return self.finish_reason is not None or self.error is not None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the choice ends with this piece, and neither the model nor a stop string ended it."""
+        return self.is_last and self.finish_reason != "stop"
+
 
 class Usage(NamedTuple):
     """Token counts of a request."""
@@ -348,6 +353,11 @@ class Output:
         self.stop_reason: int | str | None = None
         self.error: InferEngineError | None = None
         self._parts: list[str] = []
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether neither the model nor a stop string ended it."""
+        return self.finish_reason != "stop"
 
     def add(self, pieces: Sequence[Piece]) -> None:
         """Append pieces of the choice; the last one sets `text`, the finish and stop reasons and `error`."""

@@ -268,7 +268,7 @@ class MessagesFormat:
             parts.append(_event("message_start", message=message))
             parts.append(_event("ping"))
         for piece in pieces:
-            for part in self._reader.push(piece.text, piece.is_last):
+            for part in self._reader.push(piece.text, piece.is_last, cut=piece.is_cut):
                 self._add(part, parts)
             if piece.is_last:
                 self._last = piece
@@ -292,7 +292,7 @@ class MessagesFormat:
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """Return the whole message object with its thinking, text and tool_use blocks."""
         (output,) = outputs
-        message = self._reader.read(output.text)
+        message = self._reader.read(output.text, cut=output.is_cut)
         blocks: list[dict[str, Any]] = []
         if message.reasoning:
             blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})

@@ -696,7 +696,7 @@ class OllamaFormat:
         (output,) = outputs
         text, thinking, calls = output.text, "", list[dict[str, Any]]()
         if self._reader is not None:
-            message = self._reader.read(output.text)
+            message = self._reader.read(output.text, cut=output.is_cut)
             text, thinking = message.content, message.reasoning
             calls = [self._call(place, name, arguments) for place, (name, arguments) in enumerate(message.calls)]
         rows = self._rows(output.token_ids, output.logprobs)
@@ -713,7 +713,7 @@ class OllamaFormat:
         if self._reader is None:
             return [(piece.text, "", [])] if piece.text else []
         shown: list[tuple[str, str, list[dict[str, Any]]]] = []
-        for part in self._reader.push(piece.text, piece.is_last):
+        for part in self._reader.push(piece.text, piece.is_last, cut=piece.is_cut):
             shown += self._part(part)
         return shown + (self._whole_calls() if piece.is_last else [])
 

@@ -198,7 +198,7 @@ class MessageText:
         `tool_calls`, as in OpenAI's streamed deltas."""
         text = reasoning = ""
         calls = []
-        for part in self._reader.push(piece.text, piece.is_last):
+        for part in self._reader.push(piece.text, piece.is_last, cut=piece.is_cut):
             if isinstance(part, Content):
                 text += part.text
             elif isinstance(part, CallDelta):

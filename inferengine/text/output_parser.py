@@ -38,8 +38,11 @@ _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 class ToolParser(Protocol):
     """Parses one output. The joined parts do not depend on how the text is cut into pushes."""
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        """Take more text. Returns the parts that it completes; `final`: nothing follows, so nothing stays held back."""
+    def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
+        """Take more text. Returns the parts that it completes; `final`: nothing follows, so nothing stays held back.
+
+        `cut`, only with `final`: the output was cut off, by max_tokens say. The beginning of a call is then no content:
+        it is a call with its arguments as far as they came, and nothing where its name is not complete."""
         ...
 
 
@@ -468,8 +471,8 @@ class ReasoningReader:
         self._held = ""
         self._begun = False  # whether more than white space has been shown of the current side
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
+    def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
+        """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
         parts: list[Part] = []
         text = self._held + text
         self._held = ""
@@ -548,8 +551,8 @@ class MessageReader:
         self._custom = CustomCalls(custom) if custom else None
         self.num_calls = 0
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
+    def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
+        """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
         split: list[Part] = [Content(text)] if self._reasoning is None else self._reasoning.push(text, final)
         if self._tools is None:
             return [part for part in split if not isinstance(part, Content) or part.text]
@@ -557,15 +560,15 @@ class MessageReader:
         for part in split:
             parts += self._tools.push(part.text) if isinstance(part, Content) else [part]
         if final:
-            last = self._tools.push("", final=True)
+            last = self._tools.push("", final=True, cut=cut)
             parts += [part for part in last if not self._only_calls or not isinstance(part, Content)]
         for part in parts:
             if isinstance(part, CallDelta):
                 self.num_calls = part.call + 1
         return parts if self._custom is None else self._custom.push(parts, final)
 
-    def read(self, text: str) -> ParsedOutput:
-        """Parse a whole output at once."""
+    def read(self, text: str, *, cut: bool = False) -> ParsedOutput:
+        """Parse a whole output at once; `cut`: as of ToolParser."""
         message = ParsedOutput()
-        message.add(self.push(text, final=True))
+        message.add(self.push(text, final=True, cut=cut))
         return message

@@ -264,6 +264,53 @@ def test_what_a_model_wrote(name: str, text: str, content: str, calls: list[tupl
         assert (message.content, message.calls) == (content, calls), pieces
 
 
+CUT = [  # what a model wrote up to max_tokens, the text that is shown, and the calls
+    ("hermes", 'So:\n<tool_call>\n{"name": "get_w', "So:", []),
+    ("hermes", '<tool_call>\n{"name": "f", "argum', "", [("f", "")]),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x": ', "", [("f", '{"x": ')]),
+    ("hermes", "The mark <tool_call> begins", "The mark<tool_call> begins", []),
+    ("mistral", '[TOOL_CALLS] [{"na', "", []),
+    ("mistral_args", "[TOOL_CALLS]get_w", "", []),
+    ("mistral_args", "[TOOL_CALLS]f[CALL_ID]3[ARGS]", "", [("f", "")]),
+    ("llama3_json", '<|python_tag|>{"name": "get_w', "", []),
+    ("llama3_json", '<|python_tag|>{"name": "f", "param', "", [("f", "")]),
+    ("llama3_json", '{"name": "Bo', '{"name": "Bo', []),  # may be an answer in JSON
+    ("harmony", "<|channel|>commentary to=functions.get_w", "", []),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>", "", [("f", "")]),
+    ("pythonic", "<|python_start|>[get_w", "", []),
+    ("pythonic", "[f(x=1), get_w", "", [("f", '{"x": 1}')]),
+    ("pythonic", '[f(x="Par', "", [("f", "")]),
+    ("pythonic", "[1, 2", "[1, 2", []),
+    ("qwen3_coder", "<tool_call>\n<function=get_w", "", []),
+    ("qwen3_coder", "<tool_call>\n<func", "", []),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n", "", [("f", '{"x": 1')]),
+    ("glm45", "<tool_call>get_w", "", []),
+    ("glm45", "<tool_call>f\n<arg_k", "", [("f", "")]),
+    ("deepseek_v3", f"{DS}function<｜tool▁sep｜>get_w", "", []),
+    ("deepseek_v3", f"{DS}function<｜tool▁sep｜>f\n``", "", [("f", "")]),
+    ("deepseek_v31", f"{DS}get_w", "", []),
+    ("deepseek_v31", f"{DS}f<｜tool▁sep｜>", "", [("f", "")]),
+    ("kimi_k2", f"{KIMI}functions.get_w", "", []),
+    ("kimi_k2", f"{KIMI}functions.f:0{KIMI_ARGUMENTS}", "", [("f", "")]),
+    ("phi4_mini", '<|tool_call|>[{"name": "get_w', "", []),
+    ("granite", '<|tool_call|>[{"name": "f", "arg', "", [("f", "")]),
+    ("cohere", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "get_w', "", []),
+    ("gemma4", "<|tool_call>call:get_w", "", []),
+    ("gemma4", "<|tool_call>call:f{a:1", "", [("f", "")]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CUT)
+def test_a_call_that_is_cut_off_is_never_text(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    for pieces in cuts(text):
+        reader = MessageReader(None, FORMATS[name].make_parser(STRINGS))
+        message = ParsedOutput()
+        for piece in pieces:
+            message.add(reader.push(piece))
+        message.add(reader.push("", final=True, cut=True))
+        assert (message.content, message.calls) == (content, calls), pieces
+
+
 def parse(name: str, text: str) -> ParsedOutput:
     return MessageReader(None, FORMATS[name].make_parser(STRINGS)).read(text)
 

@@ -875,7 +875,11 @@ class MessageFormat:
             first = {"role": "assistant", "content": ""}
             chunks.append(self._chunk(generation, choice, first, None, extra, num_later=choice.num_tokens))
         for piece in pieces:
-            deltas = [delta for part in reader.push(piece.text, piece.is_last) if (delta := self._delta(choice, part))]
+            deltas = [
+                delta
+                for part in reader.push(piece.text, piece.is_last, cut=piece.is_cut)
+                if (delta := self._delta(choice, part))
+            ]
             carries = piece.token_ids and (self._answer.logprobs is not None or self._answer.extras.return_token_ids)
             if not deltas and (carries or piece.finish_reason is not None):
                 deltas.append({})
@@ -901,7 +905,7 @@ class MessageFormat:
         """Return the whole `chat.completion` object, with reasoning and tool calls taken out of the text."""
         messages, reasons = [], []
         for output in outputs:
-            message = self._parser.make_reader().read(output.text)
+            message = self._parser.make_reader().read(output.text, cut=output.is_cut)
             shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
             if message.reasoning and self._include_reasoning:
                 shown["reasoning_content"] = message.reasoning

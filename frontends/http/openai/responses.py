@@ -455,7 +455,7 @@ class ResponsesFormat:
     def _take(self, piece: Piece, parts: list[bytes]) -> None:
         if (shown := chat_logprobs(self._chat.answer, piece.token_ids, piece.logprobs)) is not None:
             self._rows += shown["content"]
-        for part in self._reader.push(piece.text, piece.is_last):
+        for part in self._reader.push(piece.text, piece.is_last, cut=piece.is_cut):
             self._add(part, parts)
         if piece.is_last:
             self._finish_reason = piece.finish_reason

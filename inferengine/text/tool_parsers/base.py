@@ -145,9 +145,9 @@ class CallObject:
         if self._state == "in key" and self._value.push(character) == "end":
             self._key, self._state = _string(self._value.text) or "", "colon"
 
-    def take(self) -> tuple[str | None, str]:
+    def take(self, *, cut: bool = False) -> tuple[str | None, str]:
         """Return the (name, arguments) not returned before: the name once, and the arguments as far as they are
-        known."""
+        known. `cut`: the output was cut off here, so a name whose arguments have not begun is returned too."""
         if self.name is None or self.broken:
             return None, ""
         arguments = self._arguments
@@ -157,6 +157,8 @@ class CallObject:
         elif self.complete and not self._sent:
             self._sent = 1
             text = _as_object(arguments)
+        elif cut and not self.begun:
+            text = ""
         else:
             return None, ""
         name = None if self.begun else self.name

@@ -29,8 +29,8 @@ class CohereParser:
         self._space = ""  # at the end of what is thought: shown if more follows
         self._begun = False  # whether something of a thought has been shown
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
+    def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
+        """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
         parts: list[Part] = []
         self._held += text
         while True:
@@ -43,7 +43,7 @@ class CohereParser:
             self._take(self._held, parts)
             self._held = ""
             if self._calls is not None:
-                parts += self._calls.push("", final=True)
+                parts += self._calls.push("", final=True, cut=cut)
         return parts
 
     def _take(self, text: str, parts: list[Part]) -> None:

@@ -13,6 +13,7 @@ OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 RESPONSE = "<|tool_response>"  # what the model waits for after its calls
 MARKS = (OPEN, CLOSE, QUOTE)
 _CALL = re.compile(r"\s*call:([^\s<>{}\"']{1,128})(\{.*\})\s*", re.DOTALL)
+_BEGUN = re.compile(r"\s*call:([^\s<>{}\"']{1,128})\{")
 # A text of JSON, or the name of a value. Both are read in one pass, whatever a model writes: a word is tried at its
 # beginning alone, and a text without an end, which no JSON has, is one match.
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|(?<![^\s\[\]{},:"])[^\s\[\]{},:"]++(?=\s*+:)')
@@ -28,8 +29,8 @@ class Gemma4Parser:
         self._call: list[str] = []
         self._num_calls = 0
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
+    def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
+        """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
         parts: list[Part] = []
         self._held += text
         while True:
@@ -48,18 +49,22 @@ class Gemma4Parser:
         if final:
             if self._inside:
                 self._call.append(self._held)
-                self._end(parts, closed=False)
+                self._end(parts, closed=False, cut=cut)
             else:
                 self._prose.show(self._held, parts)
             self._held = ""
             self._prose.finish(parts)
         return parts
 
-    def _end(self, parts: list[Part], *, closed: bool = True) -> None:
-        """A call is complete, or the output ends within one."""
+    def _end(self, parts: list[Part], *, closed: bool = True, cut: bool = False) -> None:
+        """A call is complete, or the output ends within one; `cut`: it was cut off there."""
         text, self._inside = "".join(self._call), False
         found = _CALL.fullmatch(text)
         arguments = None if found is None else arguments_of(found[2])
+        if cut and arguments is None:
+            if (begun := _BEGUN.match(text)) is not None:
+                parts.append(CallDelta(self._num_calls, begun[1], ""))
+            return
         if found is None or arguments is None:
             parts.append(Content(f"{OPEN}{text}{CLOSE if closed else ''}"))
             return

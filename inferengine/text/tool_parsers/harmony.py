@@ -38,8 +38,8 @@ class HarmonyParser:
         self._num_calls = 0
         self._empty = False  # a call whose arguments have not begun
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
+    def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
+        """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
         parts: list[Part] = []
         self._held += text
         if self._state == "start" and not self._begin(final):
@@ -61,7 +61,7 @@ class HarmonyParser:
         if final:
             if self._state == "message":
                 self._show(self._held, parts)
-                self._close(parts)
+                self._close(parts, cut=cut)
             self._held = ""
         return parts
 
@@ -95,9 +95,9 @@ class HarmonyParser:
         else:
             parts.append(Reasoning(text) if self._kind == "reasoning" else Content(text))
 
-    def _close(self, parts: list[Part]) -> None:
+    def _close(self, parts: list[Part], *, cut: bool = False) -> None:
         if self._kind == "call":
-            if self._empty:
+            if self._empty and not cut:
                 parts.append(CallDelta(self._num_calls, None, "{}"))
             self._num_calls += 1
         self._kind = "content"

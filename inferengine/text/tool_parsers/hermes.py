@@ -20,8 +20,8 @@ class HermesParser:
         self._num_calls = 0
         self._prose = Prose()
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
+    def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
+        """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
         parts: list[Part] = []
         self._held += text
         while self._held:
@@ -39,31 +39,32 @@ class HermesParser:
                 break
         if final:
             if self._call is not None:
-                self._read(self._call, self._held, parts)
-                self._close(parts, "")
+                self._read(self._call, self._held, parts, cut=cut)
+                self._close(parts, "", cut=cut)
             else:
                 self._prose.show(self._held, parts)
                 self._prose.finish(parts)
             self._held = ""
         return parts
 
-    def _read(self, call: CallObject, text: str, parts: list[Part]) -> None:
+    def _read(self, call: CallObject, text: str, parts: list[Part], *, cut: bool = False) -> None:
         for character in text:
             if call.complete or call.broken:
                 call.raw.append(character)
             else:
                 call.push(character)
-        name, arguments = call.take()
+        name, arguments = call.take(cut=cut)
         if name is not None or arguments:
             parts.append(CallDelta(self._num_calls, name, arguments))
 
-    def _close(self, parts: list[Part], mark: str) -> None:
-        """End a call, at its mark or where the output ends. Without a name it was no call: its text is content."""
+    def _close(self, parts: list[Part], mark: str, *, cut: bool = False) -> None:
+        """End a call, at its mark or where the output ends. Without a name it was no call: its text is content, but
+        not where the output was cut off before the name."""
         call, self._call = self._call, None
         if call is None:
             return
         if call.begun:
             self._num_calls += 1
             self._prose.end_call()
-        else:
+        elif not cut or call.broken:
             parts.append(Content(f"{OPEN}{''.join(call.raw)}{mark}"))

@@ -26,8 +26,8 @@ class JsonListParser:
         self._call = CallObject()
         self._num_calls = 0
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
+    def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
+        """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
         parts: list[Part] = []
         self._held += text
         while self._held:
@@ -45,11 +45,12 @@ class JsonListParser:
             self._read_call(parts)
         if final:
             if self._state == "call":
-                self._take(parts)
+                self._take(parts, cut=cut)
             else:
                 self._read_outside(self._held, parts)
             self._held = ""
-            if not self._call.begun or self._state == "between":
+            is_cut_off = cut and self._state != "text"  # a call was to come
+            if (not self._call.begun or self._state == "between") and not is_cut_off:
                 self._show_raw(parts)
             self._prose.finish(parts)
         return parts
@@ -100,8 +101,8 @@ class JsonListParser:
         self._held = ""
         self._take(parts)
 
-    def _take(self, parts: list[Part]) -> None:
-        name, arguments = self._call.take()
+    def _take(self, parts: list[Part], *, cut: bool = False) -> None:
+        name, arguments = self._call.take(cut=cut)
         if name is not None or arguments:
             parts.append(CallDelta(self._num_calls, name, arguments))
 

@@ -11,7 +11,7 @@ _BETWEEN = " \t\r\n;,"
 
 class Llama3JsonParser:
     """Decides by the first character that is no white space. An object without a name and arguments is an answer in
-    JSON."""
+    JSON, and so is one that was cut off before its arguments, unless the tag is before it."""
 
     def __init__(self) -> None:
         self._state = "start"
@@ -19,8 +19,8 @@ class Llama3JsonParser:
         self._call = CallObject(needs_arguments=True)
         self._num_calls = 0
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
+    def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
+        """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
         parts: list[Part] = []
         for place, character in enumerate(text):
             if self._state == "text":
@@ -34,9 +34,10 @@ class Llama3JsonParser:
                     self._begin(character == "{", parts)
             elif not TAG.startswith(begin := self._pending.lstrip()) and (body := begin.removeprefix(TAG).lstrip()):
                 self._begin(body == "{", parts)
+        is_tagged = self._pending.lstrip().startswith(TAG)
         if self._state == "call":
-            self._take(parts)
-        if final and self._state in ("start", "call") and not self._call.begun:
+            self._take(parts, cut=cut and is_tagged)
+        if final and self._state in ("start", "call") and not self._call.begun and not (cut and is_tagged):
             self._show(parts)
         return parts
 
@@ -58,8 +59,8 @@ class Llama3JsonParser:
             self._state, self._pending = "between", ""
             self._num_calls += 1
 
-    def _take(self, parts: list[Part]) -> None:
-        name, arguments = self._call.take()
+    def _take(self, parts: list[Part], *, cut: bool = False) -> None:
+        name, arguments = self._call.take(cut=cut)
         if name is not None or arguments:
             parts.append(CallDelta(self._num_calls, name, arguments))
         if self._call.begun:

@@ -58,8 +58,8 @@ class MarkedParser:
         self._value = JsonValue()
         self._num_calls = 0
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
+    def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
+        """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
         parts: list[Part] = []
         self._held += text
         while True:
@@ -72,7 +72,7 @@ class MarkedParser:
             self._take(self._held, parts)
             self._held = ""
             if self._state in ("head", "before"):
-                self._end(parts)
+                self._end(parts, cut=cut)
             self._prose.finish(parts)
         return parts
 
@@ -135,23 +135,32 @@ class MarkedParser:
         elif mark == marks.calls and self._state == "text":
             self._prose.begin_call()
 
-    def _name(self) -> str | None:
+    def _name(self, *, cut: bool = False) -> str | None:
         """The name: before the code fence, else before the separator."""
         head = "".join(self._head).strip()
         if self._marks.has_ids:
             found = _ID.fullmatch(head)
             name = "" if found is None else found[1]
         else:
-            name = "".join(self._before).strip().removesuffix("json").removesuffix("```").strip() or head
+            line = "".join(self._before).lstrip().partition("\n")[0] if cut else "".join(self._before)
+            name = line.strip().removesuffix("json").removesuffix("```").strip() or head
         return name if _NAME.fullmatch(name) else None
 
-    def _end(self, parts: list[Part]) -> None:
-        """A call ends before its arguments begin: it has none, or is no call."""
-        name = self._name() if self._state == "before" else None
+    def _has_whole_name(self) -> bool:
+        """Whether no more of the name can come: it is an id, or a line before the code fence, or all of the head."""
+        before = "".join(self._before)
+        is_head = not before.strip() and "".join(self._head).strip() != "function"
+        return self._marks.has_ids or is_head or "\n" in before.lstrip()
+
+    def _end(self, parts: list[Part], *, cut: bool = False) -> None:
+        """A call ends before its arguments begin: it has none, is no call, or was cut off."""
+        is_named = self._state == "before" and (not cut or self._has_whole_name())
+        name = self._name(cut=cut) if is_named else None
         if name is None:
-            self._show_raw(parts)
+            if not cut:
+                self._show_raw(parts)
             return
-        parts.append(CallDelta(self._num_calls, name, "{}"))
+        parts.append(CallDelta(self._num_calls, name, "" if cut else "{}"))
         self._num_calls += 1
 
     def _show_raw(self, parts: list[Part]) -> None:

@@ -20,8 +20,8 @@ class MistralParser:
         self._sent = 0
         self._num_calls = 0
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
+    def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
+        """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
         parts: list[Part] = []
         if self._state == "text":
             before, mark, self._held = split_at_mark(self._held + text, (MARK,))
@@ -34,9 +34,13 @@ class MistralParser:
             self._state, text, self._held = "mark", self._held, ""
         for character in text:
             self._read(character, parts)
-        self._take(parts)
+        self._take(parts, cut=cut)
         if final and self._state == "name" and self._name.strip():
-            parts.append(Content(MARK + self._name))
+            name, args, _ = self._name.removeprefix(MARK).partition(ARGS)
+            if not cut:
+                parts.append(Content(MARK + self._name))
+            elif args:
+                parts.append(CallDelta(self._num_calls, name.partition(CALL_ID)[0].strip(), ""))
         return parts
 
     def _read(self, character: str, parts: list[Part]) -> None:
@@ -72,9 +76,9 @@ class MistralParser:
             self._state, self._value, self._sent = "arguments", JsonValue(), 0
             self._value.push(character)
 
-    def _take(self, parts: list[Part]) -> None:
+    def _take(self, parts: list[Part], *, cut: bool = False) -> None:
         if self._state == "call":
-            name, arguments = self._call.take()
+            name, arguments = self._call.take(cut=cut)
         elif self._state == "arguments":
             name, arguments = (None if self._sent else self._name), "".join(self._value.raw[self._sent :])
             self._sent = len(self._value.raw)

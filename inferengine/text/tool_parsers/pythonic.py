@@ -31,8 +31,8 @@ class PythonicParser:
         self._escaped = False
         self._size = self._num_calls = 0
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
+    def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
+        """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
         parts: list[Part] = []
         for place, character in enumerate(text):
             if self._state == "text":
@@ -40,7 +40,7 @@ class PythonicParser:
                 return parts
             self._read(character, parts)
         if final and self._state != "text":
-            self._finish(parts)
+            self._finish(parts, cut=cut)
         return parts
 
     def _read(self, character: str, parts: list[Part]) -> None:
@@ -118,8 +118,12 @@ class PythonicParser:
         if text:
             parts.append(Content(text))
 
-    def _finish(self, parts: list[Part]) -> None:
-        if self._state == "call":
+    def _finish(self, parts: list[Part], *, cut: bool) -> None:
+        if cut and self._state == "call":
+            parts.append(CallDelta(self._num_calls, "".join(self._held).partition("(")[0], ""))
+        elif cut and (self._state == "between" or "".join(self._held).lstrip().startswith(START)):
+            return  # a call was to come
+        elif self._state == "call":
             self._show(parts, self._unread())
         elif self._state == "start" or (self._state == "between" and "".join(self._held).strip(" \t\r\n,")):
             self._show(parts, "".join(self._held))

@@ -61,8 +61,8 @@ class XmlParser:
         self._name = self._key = ""
         self._num_calls = self._num_arguments = 0
 
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        """Take more text; `final`: nothing follows. Returns the parts that it completes."""
+    def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
+        """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
         parts: list[Part] = []
         self._held += text
         while True:
@@ -74,7 +74,7 @@ class XmlParser:
         if final:
             self._take(self._held, parts)
             self._held = ""
-            self._finish(parts)
+            self._finish(parts, cut=cut)
         return parts
 
     def _marks(self) -> tuple[str, ...]:
@@ -162,8 +162,10 @@ class XmlParser:
         parts.append(Content("".join(self._raw)))
         self._state, self._raw = "text", []
 
-    def _finish(self, parts: list[Part]) -> None:
-        if self._state in ("open", "name"):
+    def _finish(self, parts: list[Part], *, cut: bool) -> None:
+        if cut and self._state != "text":
+            self._finish_cut(parts)
+        elif self._state in ("open", "name"):
             name = "".join(self._text).strip()
             if self._state == "name" and not self._style.name_end and _NAME.fullmatch(name):
                 self._begin(name, self._style.closes, parts)
@@ -172,6 +174,12 @@ class XmlParser:
         elif self._state == "body":  # only the closing marks are missing
             self._end(parts)
         self._prose.finish(parts)
+
+    def _finish_cut(self, parts: list[Part]) -> None:
+        """A call was cut off. Its arguments stay open, and a name is known only where its line has ended."""
+        name, line_end, _ = "".join(self._text).lstrip().partition("\n")
+        if self._state == "name" and not self._style.name_end and line_end and _NAME.fullmatch(name):
+            parts.append(CallDelta(self._num_calls, name, ""))
 
 
 def _as_json(value: str, *, is_string: bool) -> str:

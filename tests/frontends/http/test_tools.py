@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -113,8 +114,8 @@ def test_a_cut_call_ends_for_its_length(served: House) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_forced_call_that_is_cut_before_its_name_is_no_text(served: House, choice: Any) -> None:
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_is_cut_before_its_name_is_no_text(served: House, choice: Any) -> None:
     served.script = says(TWO_CALLS[len("Let me see.\n") :][:25], reason="length")
     answer = chat(served, tools=TOOLS, tool_choice=choice)
     assert (answer["finish_reason"], answer["message"].get("content")) == ("length", "")
@@ -124,6 +125,29 @@ def test_a_forced_call_that_is_cut_before_its_name_is_no_text(served: House, cho
     deltas = [one["delta"] for document in documents[:-1] for one in document["choices"]]
     assert not any(delta.get("content") or delta.get("tool_calls") for delta in deltas)
     assert [one["finish_reason"] for document in documents[:-1] for one in document["choices"]][-1] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": HELLO, "tools": [{"name": "weather", "input_schema": CITY}]}),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "function", **WEATHER["function"]}]}),
+        ("/api/chat", {"model": "tiny", "messages": HELLO, "tools": [WEATHER]}),
+    ],
+)
+def test_other_apis_leave_it_out_too(served: House, path: str, body: dict[str, Any], stream: bool) -> None:
+    served.script = says("So:\n" + TWO_CALLS[len("Let me see.\n") :][:25], reason="length")
+    response = served.post(path, **body, stream=stream, **({"max_tokens": 9} if path == "/v1/messages" else {}))
+    assert response.status_code == 200
+    shown = "".join(re.findall(r'"(?:text|content|delta)": ?"((?:[^"\\]|\\.)*)"', response.text))
+    assert shown.startswith("So:")
+    assert "tool_call>" not in shown
+
+
+def test_the_text_of_a_call_that_the_model_ended_itself_is_shown(served: House) -> None:
+    served.script = writes('<tool_call>\n{"name": "we')
+    assert chat(served, tools=TOOLS)["message"]["content"] == '<tool_call>\n{"name": "we'
 
 
 def test_a_call_that_was_cut_may_stand_in_the_history(served: House) -> None:
