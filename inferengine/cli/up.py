@@ -18,6 +18,7 @@ from inferengine.cli.fetch import missing_model
 from inferengine.cli.terminal import Terminal
 from inferengine.config import (
     CPU_CACHE_SHARE,
+    MAX_PORT,
     Config,
     cache_directory,
     child_environment,
@@ -32,6 +33,8 @@ from inferengine.process.child import ChildSpec
 from inferengine.process.supervisor import Supervisor
 
 IMPORTS_S, READ_BYTES_PER_S, WARM_UP_S = 4.0, 1e9, 20.0  # for the first estimate: torch, weights, CUDA graphs
+WIRE_PORTS = 3  # of an engine over TCP: requests, STATUS, KV events
+EVENTS_PORTS = 2  # of cache.events_address: events, and their replay
 WATCHDOG_MARGIN_S = 10.0  # a frozen engine ends by itself and logs why; the supervisor kills one that cannot
 
 
@@ -279,14 +282,19 @@ def engine_specs(config: Config, cards: Sequence[str]) -> list[ChildSpec]:
 
 
 def config_of_engine(config: Config, number: int) -> Config:
-    """Return the configuration of one of several engines: names and addresses are its own."""
-    wire = {"socket": _numbered(config.wire.socket, number), "engines": ""}
+    """Return the configuration of one of several engines: names and addresses are its own. Raises ConfigError where
+    its port would be none."""
+    wire = {"socket": _numbered("wire.socket", config.wire.socket, number), "engines": ""}
     if config.wire.tcp:
-        wire["tcp"] = _numbered(config.wire.tcp, number)
+        wire["tcp"] = _numbered("wire.tcp", config.wire.tcp, number)
+    cache = {}
+    if config.cache.events_address:
+        address = config.cache.events_address
+        cache["events_address"] = _numbered("cache.events_address", address, number, ports=EVENTS_PORTS)
     engine: dict[str, Any] = {"name": f"{config.engine.name}-{number}"}
     if config.engine.metrics_port:
-        engine["metrics_port"] = config.engine.metrics_port + number
-    return config.with_values(wire=wire, engine=engine)
+        engine["metrics_port"] = _numbered_port("engine.metrics_port", config.engine.metrics_port, number, ports=1)
+    return config.with_values(wire=wire, cache=cache, engine=engine)
 
 
 def config_of_front_ends(config: Config) -> Config:
@@ -305,14 +313,25 @@ def _on_cards(config: Config, cards: Sequence[str]) -> bool:
     return device == "cuda" or (device == "auto" and bool(cards))
 
 
-def _numbered(address: str, number: int) -> str:
-    """The address of one of several engines: `engine.sock` → `engine-1.sock`; over TCP each third port, for the two
-    after an engine's are those of its STATUS and of its KV events."""
+def _numbered(key: str, address: str, number: int, *, ports: int = WIRE_PORTS) -> str:
+    """The address of one of several engines: `engine.sock` → `engine-1.sock`; over TCP each has `ports` of its own."""
     before, dot, ending = address.rpartition(".")
     if address.startswith("tcp://"):
         host, _, port = address.rpartition(":")
-        return f"{host}:{int(port) + 3 * number}" if port.isdigit() else address
+        return f"{host}:{_numbered_port(key, int(port), number, ports=ports)}" if port.isdigit() else address
     return f"{before}-{number}.{ending}" if dot and "/" not in ending else f"{address}-{number}"
+
+
+def _numbered_port(key: str, port: int, number: int, *, ports: int) -> int:
+    """The first port of an engine that uses `ports` ports in a row, after those of the engines before it."""
+    first = port + ports * number
+    if port <= MAX_PORT < first + ports - 1:
+        raise ConfigError(
+            key,
+            f"each engine of up.engines takes {ports} ports from {port} on: those of engine {number} would be above "
+            f"{MAX_PORT}; choose a lower port or fewer engines",
+        )
+    return first
 
 
 def service_spec(name: str, config: Config, listener: socket.socket | None, *, watchdog_s: float = 0.0) -> ChildSpec:

@@ -17,6 +17,7 @@ from inferengine.config.environment import (
 )
 from inferengine.config.schema import (
     CPU_CACHE_SHARE,
+    MAX_PORT,
     AuthConfig,
     CacheConfig,
     Config,
@@ -47,6 +48,7 @@ from inferengine.config.values import ENVIRONMENT_PREFIX, allowed, nearest
 __all__ = [
     "CPU_CACHE_SHARE",
     "ENVIRONMENT_PREFIX",
+    "MAX_PORT",
     "AuthConfig",
     "CacheConfig",
     "Config",

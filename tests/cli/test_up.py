@@ -93,6 +93,30 @@ def test_each_engine_has_its_own_cards_name_socket_and_ports() -> None:
     assert found == ["ipc:///run/x/engine-1.sock", "tcp://127.0.0.1:5558", "9001"]
 
 
+def test_engines_publish_kv_events_at_ports_of_their_own() -> None:
+    """Each takes two: the events and their replay."""
+    specs = up.engine_specs(several(2, cache={"events": True, "events_address": "tcp://127.0.0.1:7000"}), [])
+    addresses = [spec.environment["INFERENGINE_CACHE_EVENTS_ADDRESS"] for spec in specs]
+    assert addresses == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7002"]
+
+
+@pytest.mark.parametrize(
+    ("key", "last"),
+    [
+        ("wire.tcp", "tcp://127.0.0.1:65530"),
+        ("wire.socket", "tcp://127.0.0.1:65530"),
+        ("cache.events_address", "tcp://127.0.0.1:65532"),
+        ("engine.metrics_port", 65534),
+    ],
+)
+def test_ports_above_the_highest_are_refused_at_the_start(key: str, last: str | int) -> None:
+    section, _, name = key.partition(".")
+    values: dict[str, dict[str, object]] = {section: {name: last}}
+    assert len(up.engine_specs(several(2, **values), [])) == 2
+    with pytest.raises(ConfigError, match=rf"{key}: each engine .* those of engine 2 would be above 65535; choose a"):
+        up.engine_specs(several(3, **values), [])
+
+
 def test_on_a_cpu_engines_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
