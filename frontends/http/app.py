@@ -30,7 +30,14 @@ from frontends.common.auth import (
 from frontends.common.errors import error_object, report, retry_after, unexpected
 from frontends.http import ollama
 from frontends.http.anthropic import count_tokens, messages
-from frontends.http.middleware import AliasMiddleware, AuthMiddleware, DialectMiddleware, RequestMiddleware
+from frontends.http.middleware import (
+    AliasMiddleware,
+    AuthMiddleware,
+    DialectMiddleware,
+    ProxyMiddleware,
+    RequestMiddleware,
+    TrustedProxies,
+)
 from frontends.http.openai import batch_routes, conversations, responses, stored_chat
 from frontends.http.openai.completions import chat_completions, completions
 from frontends.http.openai.embeddings import embeddings
@@ -171,7 +178,8 @@ def make_app(service: HttpState, listeners: Sequence[socket.socket] = ()) -> ASG
     counted = RequestMiddleware(
         guarded, service.metrics, service.config.http.max_header_bytes, service.tracing, service.off_loop.give_back_soon
     )
-    return AliasMiddleware(DialectMiddleware(counted), [route.path for route in ROUTES])
+    proxied = ProxyMiddleware(DialectMiddleware(counted), TrustedProxies(http.trusted_proxies))
+    return AliasMiddleware(proxied, [route.path for route in ROUTES])
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -1,6 +1,7 @@
 """The ASGI middleware around the routes, from the outermost to the innermost.
 
 - `AliasMiddleware` replaces other spellings of a path, before anything is decided by the path.
+- `ProxyMiddleware` takes the client's scheme from what a trusted proxy says.
 - `DialectMiddleware` writes errors in the format of Anthropic's and Ollama's clients.
 - `RequestMiddleware` assigns request ids, writes the access log, and records metrics and spans.
 - `AuthMiddleware`, between CORS and the routes, checks API keys. It decides by the ASGI path, never by a URL made of
@@ -12,6 +13,7 @@ None of them adds a coroutine to the path of a chunk (`plain_send`).
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import re
 import secrets
@@ -26,7 +28,7 @@ from frontends.common.errors import dialect_of, error_body, in_dialect, retry_af
 from frontends.common.json import LARGE
 from frontends.http.routes.pages import PREFIX
 from frontends.http.telemetry import OTHER, HttpMetrics, begin_request, end_request
-from inferengine.errors import InferEngineError
+from inferengine.errors import ConfigError, InferEngineError
 from inferengine.observability.tracing import Tracing
 
 logger = logging.getLogger("inferengine.access")
@@ -66,6 +68,54 @@ class AliasMiddleware:
 def _top(path: str) -> str:
     """Return the first segment of a path."""
     return path[1:].partition("/")[0]
+
+
+class ProxyMiddleware:
+    """Takes the scheme of a request from the X-Forwarded-Proto of a trusted proxy, for addresses that an answer names.
+
+    Nothing else is read from such headers: fair shares and the limits of connections go by the connection's address,
+    because most proxies pass on the X-Forwarded-For that a client wrote."""
+
+    def __init__(self, app: ASGIApp, proxies: TrustedProxies) -> None:
+        self._app = app
+        self._proxies = proxies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Give the request its scheme, and pass it on."""
+        if scope["type"] == "http":
+            values = (value for name, value in scope["headers"] if name == b"x-forwarded-proto")
+            scheme = next(values, b"").partition(b",")[0].strip().lower()  # of a chain, that which the client reached
+            if scheme in (b"http", b"https") and self._proxies.include(scope.get("client")):
+                scope["scheme"] = scheme.decode()
+        await self._app(scope, receive, send)
+
+
+class TrustedProxies:
+    """The addresses of http.trusted_proxies."""
+
+    def __init__(self, text: str) -> None:
+        """Raises ConfigError for what is no address and no network."""
+        items = [item.strip() for item in text.split(",") if item.strip()]
+        self._includes_unix = "unix" in items
+        try:
+            self._networks = [ipaddress.ip_network(item) for item in items if item != "unix"]
+        except ValueError as error:
+            raise ConfigError(
+                "http.trusted_proxies", f"{str(error)[:200]}: write addresses, networks such as 10.0.0.0/8, or unix"
+            ) from None
+
+    def include(self, client: tuple[str, int] | None) -> bool:
+        """Return whether the other end of a connection is a trusted proxy. `client`: as ASGI has it; None for a unix
+        socket."""
+        if client is None:
+            return self._includes_unix
+        try:
+            address = ipaddress.ip_address(client[0].partition("%")[0])
+        except ValueError:
+            return False
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        return any(address in network for network in self._networks)
 
 
 class DialectMiddleware:

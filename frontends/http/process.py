@@ -87,7 +87,8 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # X-Forwarded-For, which any client can write, would make up addresses
+            # X-Forwarded-For, which any client can write, would make up addresses; ProxyMiddleware reads the scheme.
+            proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(config.engine.drain_timeout_s + 2 * GRACE_S) + 1,
             ssl_certfile=tls.certificate,

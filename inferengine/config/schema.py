@@ -366,6 +366,11 @@ class HttpConfig:
         "without API keys: additional host names that requests may name, comma-separated; localhost and this machine's "
         "addresses are always allowed; *.example.com: names below it, *: any",
     )
+    trusted_proxies: str = _key(
+        "127.0.0.0/8,::1,unix",
+        "proxies whose X-Forwarded-Proto says whether a client uses https: addresses or networks, comma-separated, and "
+        "unix for those that connect to http.uds; empty: none. A client's address is never read from a header",
+    )
     header_timeout_s: float = _key(
         10.0,
         "longest time for a request's headers to arrive, and for a new connection to send its first byte",

@@ -27,6 +27,7 @@ from inferengine import __version__
 from inferengine.config import Config
 
 _HOST = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]")
+_PROXY_HEADERS = frozenset({"forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto"})
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.55 system-ui, sans-serif; }
 body { margin: 0 auto; max-width: 56rem; padding: 2.5rem 1.25rem 4rem; }
@@ -54,7 +55,8 @@ async def index(request: Request) -> Response:
     """This list of routes, and the address of the chat page."""
     config: Config = request.app.state.service.config
     routes = list(_listed(request.app.routes))
-    chat = chat_address(config, request.headers.get("host", ""))
+    is_proxied = not _PROXY_HEADERS.isdisjoint(request.headers)  # where the chat page is from there is not known here
+    chat = None if is_proxied else chat_address(config, request.headers.get("host", ""))
     if "text/html" in request.headers.get("accept", ""):
         return HTMLResponse(_page(routes, chat, _own_address(request)), headers=HEADERS)
     document: dict[str, Any] = {

@@ -50,6 +50,7 @@ class FrontEnd:
                 loop="uvloop",
                 ws="none",
                 log_config=None,
+                proxy_headers=False,
                 timeout_graceful_shutdown=1,
             ),
             connection_limits(config.http),

@@ -9,9 +9,11 @@ import re
 import pytest
 
 from frontends.http.app import ROUTES
+from frontends.http.middleware import TrustedProxies
 from frontends.http.routes.pages import chat_address
 from inferengine.config import Config
-from tests.frontends.http.builders import House
+from inferengine.errors import ConfigError
+from tests.frontends.http.builders import House, house
 
 
 def test_a_program_reads_every_route_and_what_it_is_for(served: House) -> None:
@@ -33,6 +35,59 @@ def test_a_browser_gets_a_page_that_runs_no_script_and_only_its_own_style(served
     policy = response.headers["content-security-policy"]
     assert f"style-src 'sha256-{digest}'" in policy
     assert "default-src 'none'" in policy
+
+
+def proxied(house: House, proto: str) -> str:
+    headers = {"accept": "text/html", "host": "llm.localhost", "x-forwarded-proto": proto}
+    (address,) = re.findall("curl (http[^ ]*)/v1", house.http.get("/", headers=headers).text)
+    return str(address)
+
+
+@pytest.mark.parametrize(
+    ("proto", "address"),
+    [
+        ("https", "https://llm.localhost"),
+        ("HTTPS, http", "https://llm.localhost"),
+        ("http", "http://llm.localhost"),
+        ("ftp", "http://llm.localhost"),
+        ("", "http://llm.localhost"),
+    ],
+)
+def test_a_proxy_of_this_machine_says_what_the_client_speaks(served: House, proto: str, address: str) -> None:
+    assert proxied(served, proto) == address
+
+
+@pytest.mark.parametrize(
+    ("listed", "scheme"),
+    [("", "http"), ("10.0.0.0/8,unix", "http"), ("127.0.0.1", "https"), ("::/0,0.0.0.0/0", "https")],
+)
+def test_other_proxies_are_not_believed(listed: str, scheme: str) -> None:
+    with house(http={"trusted_proxies": listed}) as built:
+        assert proxied(built, "https") == f"{scheme}://llm.localhost"
+
+
+@pytest.mark.parametrize("listed", ["10.0.0.1/8", "proxy.internal", "https://10.0.0.1", "10.0.0.1 10.0.0.2"])
+def test_what_is_no_address_is_refused_at_the_start(listed: str) -> None:
+    with pytest.raises(ConfigError, match=r"http\.trusted_proxies: .*write addresses, networks such as"):
+        TrustedProxies(listed)
+
+
+@pytest.mark.parametrize(
+    ("client", "is_trusted"),
+    [
+        (None, True),
+        (("::ffff:127.0.0.9", 1), True),
+        (("::1", 1), True),
+        (("10.0.0.1", 1), False),
+        (("testclient", 1), False),
+    ],
+)
+def test_by_default_only_this_machine_is_trusted(client: tuple[str, int] | None, is_trusted: bool) -> None:
+    assert TrustedProxies(Config().http.trusted_proxies).include(client) is is_trusted
+
+
+def test_behind_a_proxy_the_chat_page_is_not_guessed(served: House) -> None:
+    assert served.http.get("/", headers={"x-forwarded-proto": "https"}).json()["chat"] is None
 
 
 def test_a_forged_host_is_not_markup(served: House) -> None:

@@ -186,7 +186,7 @@ def test_workers_share_the_socket_and_the_figures(address: str) -> None:
 def test_a_client_cannot_make_up_addresses(address: str) -> None:
     """Fair shares go by the address of the connection, also where it is the loopback, whose headers uvicorn trusts."""
     with ScriptedEngine(address, says("the fox")) as engine, process(address) as running:
-        headers = {"X-Forwarded-For": "203.0.113.7"}
+        headers = {"X-Forwarded-For": "203.0.113.7", "X-Forwarded-Proto": "https", "X-Real-IP": "203.0.113.7"}
         url = f"http://127.0.0.1:{running.port}/v1/completions"
         assert httpx.post(url, json={"prompt": "x"}, headers=headers).is_success
         assert engine.submits[-1].share == ("127.0.0.1", "")
