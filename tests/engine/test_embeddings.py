@@ -17,6 +17,7 @@ from inferengine.engine.service import EngineService
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor, simulated_embedding
+from inferengine.text import Tokenizer
 from inferengine.wire.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -28,7 +29,7 @@ from inferengine.wire.messages import (
     Submit,
     to_u32,
 )
-from tests.engine.builders import RawClient, address_of, check_idle, run_service, small_capacity
+from tests.engine.builders import RawClient, address_of, check_idle, make_card, run_service, small_capacity
 
 PROMPT = to_u32([5, 6, 7, 8, 9])
 ID = bytes(range(16))
@@ -178,6 +179,7 @@ def test_a_deadline_holds_for_embeddings_too() -> None:
 def test_text_is_tokenized_by_the_engine(service) -> None:
     with Client(address_of(service)) as client:
         (embedding,) = client.embed("hello there")
+    assert embedding.prompt_tokens == len(Tokenizer.from_files(make_card().files).encode("hello there"))
     assert embedding.data == simulated_embedding(embedding.prompt_tokens, False, SIZE)
     assert math.isclose(math.hypot(*embedding.values), 1.0, rel_tol=1e-6)
 

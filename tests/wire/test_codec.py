@@ -11,7 +11,7 @@ import pytest
 
 from inferengine.errors import KINDS
 from inferengine.wire import messages
-from inferengine.wire.messages import MAGIC, Kind, Reject, Step, Submit
+from inferengine.wire.messages import MAGIC, Cancel, Kind, Reject, Step, StopFound, Submit
 from tests.wire.messages import EXAMPLES, ID
 
 
@@ -213,6 +213,19 @@ class TestGrowth:
         message = messages.decode(frames_of(Kind.STEP, body, messages.to_u32([5])))
         assert isinstance(message, Step)
         assert (message.streams, message.done[0].reason) == (array("I", [7]), "stop")
+
+    @pytest.mark.parametrize(
+        ("name", "key"), [("hello", "protocol"), ("welcome_starting", "protocol"), ("welcome_starting", "progress")]
+    )
+    def test_arrays_in_maps_may_grow_at_the_end(self, name: str, key: str) -> None:
+        head, body, *raw = messages.encode(EXAMPLES[name])
+        fields = msgpack.unpackb(body)
+        grown = msgpack.packb({**fields, key: [*fields[key], "new"]})
+        assert messages.decode([head, grown, *raw]) == EXAMPLES[name]
+
+    def test_a_stop_string_that_a_client_found_may_grow_at_the_end(self) -> None:
+        message = messages.decode(frames_of(Kind.CANCEL, {"streams": [1], "stopped": [[1, 3, "END", "new"]]}))
+        assert message == Cancel(streams=(1,), stopped=(StopFound(1, 3, "END"),))
 
     def test_an_absent_key_means_its_default(self) -> None:
         assert messages.decode(frames_of(Kind.SUBMIT, {"id": ID, "stream": 1}, bytes(4))) == Submit(ID, 1, bytes(4))
