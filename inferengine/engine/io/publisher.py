@@ -1,12 +1,11 @@
-"""What each client is sent: connections, the logs of outputs, and one STEP message per connection and step.
+"""Publish outputs: keep a log of each choice, and send every connection one STEP message for each engine step.
 
 Connection: the state that the engine keeps of one connected client, and how messages are sent to it or queued. It knows
 nothing of requests: only windows, unacknowledged STEPs, and answers that did not fit into a full pipe.
 
 OutputLog: a request's output is a log; a stream is a cursor on it (Subscription). Ended submissions are retained for
 clients that attach later, for `resume_ttl_s` and up to a number of bytes. Beyond that, the tenant that retains the most
-loses its oldest first, so that one that asks for large outputs (log-probabilities of long prompts) costs the others
-nothing.
+loses its oldest first: its large outputs, such as log-probabilities of long prompts, cost the others nothing.
 
 Publisher: turns the output of a step into messages, with cursors instead of queues. A connection without credit costs
 nothing: its subscriptions are marked dirty, their cursors stay, and a later STEP carries more. Coalescing for a slow
@@ -60,7 +59,7 @@ MAX_BACKLOG_BYTES = 64 * 1024 * 1024  # of them together, but for one that is la
 
 
 class SendResult(Enum):
-    """What became of a message handed to the socket."""
+    """The result of sending a message to the socket."""
 
     OK = 0
     FULL = 1  # the pipe is full: try again later
@@ -105,11 +104,11 @@ class Connection:
         self.backlog_bytes = 0
         self.overflowed = False
         self.streams: dict[int, Any] = {}  # the publisher's subscriptions, by stream number
-        self.dirty: dict[int, Any] = {}  # those of them with news that have not been sent
+        self.dirty: dict[int, Any] = {}  # those of them with output that has not been sent
         self.stalled = False
         self.dropped = False  # the engine has forgotten this connection
         self.heard_s = now
-        self.probed_s = now  # when it was last asked whether its connection stands
+        self.probed_s = now  # when it was last probed: a WELCOME cannot be sent to a lost connection
         self.gone_since_s: float | None = None
         self._send = send
 
@@ -119,8 +118,8 @@ class Connection:
         return self.window.open and self.gone_since_s is None and not self.backlog
 
     def answer(self, frames: Frames, now: float) -> None:
-        """Send a message that is not a STEP, after those that wait already. A lost connection loses it: the client
-        asks again."""
+        """Send a message that is not a STEP, after those that are queued. Over a lost connection it is lost: the client
+        will ask again."""
         if self.backlog or self._put(frames, now) is SendResult.FULL:
             size = sum(map(len, frames))
             too_large = self.backlog and self.backlog_bytes + size > MAX_BACKLOG_BYTES
@@ -131,14 +130,14 @@ class Connection:
             self.backlog_bytes += size
 
     def send_step(self, frames: Frames, now: float) -> bool:
-        """Send the STEP numbered `window.seq + 1`; only when `can_step`. False: it did not go out, nothing changed."""
+        """Send the STEP numbered `window.seq + 1`. Only when `can_step`. Returns False if it could not be sent."""
         if self._put(frames, now) is not SendResult.OK:
             return False
         self.unacknowledged.append((self.window.take(now), frames))
         return True
 
     def acknowledge(self, seq: int) -> bool:
-        """CREDIT. False if that STEP was never sent."""
+        """Record CREDIT up to `seq`. Returns False if that STEP was never sent."""
         if not self.window.give(seq):
             return False
         unacknowledged = self.unacknowledged
@@ -148,7 +147,7 @@ class Connection:
         return True
 
     def resume(self, last_seq: int, now: float) -> bool:
-        """Continue after a reconnect: the client has handled STEPs up to `last_seq`. False: that is not possible."""
+        """Continue after a reconnect of a client that has handled STEPs up to `last_seq`. False: it cannot."""
         if not self.window.acknowledged <= last_seq <= self.window.seq:
             return False
         self.acknowledge(last_seq)
@@ -162,12 +161,12 @@ class Connection:
             self.answer(frames, now)
 
     def flush_backlog(self, now: float) -> None:
-        """Try to send again what did not fit."""
+        """Try again to send the messages that did not fit into the pipe."""
         while self.backlog and self._put(self.backlog[0], now) is SendResult.OK:
             self.backlog_bytes -= sum(map(len, self.backlog.popleft()))
 
     def back(self, now: float) -> None:
-        """A message came from the client."""
+        """Record that a message came from the client."""
         self.heard_s = now
         self.gone_since_s = None
 
@@ -198,11 +197,11 @@ class Connection:
 
 SUBMISSION_BYTES = 4096  # with its parameters and the records of its choices
 ROW_BYTES, ALTERNATIVE_BYTES = 256, 72  # of log-probabilities at one position, and of each alternative there
-UNKNOWN = TokenLogprobs(0.0, 0, [], [])  # in the place of what an engine before this one told; never sent
+UNKNOWN = TokenLogprobs(0.0, 0, [], [])  # stands for log-probabilities that an earlier engine sent; never sent
 
 LOST_CODES = ("engine_unavailable", "engine_restarted")  # after which clients send a request again, with its output
 
-PriorOutputs: TypeAlias = "Sequence[array[int] | None]"  # per choice, of an earlier engine; None: it had ended there
+PriorOutputs: TypeAlias = "Sequence[array[int] | None]"  # per choice, by an earlier engine; None: it ended there
 MakeText = Callable[
     ["SubmittedRequest", bool], TextStream
 ]  # of a submission; whether stop strings are to be looked for
@@ -251,8 +250,8 @@ class SubmittedRequest:
         self.note = note  # opaque bytes of the client
         self.pooling = pooling  # of an embedding; None: it generates
         self.traceparent = traceparent
-        self.abandoned = False  # ended because its readers were lost: whoever comes back with its output goes on
-        self.seed: int | None = None  # drawn here, where its client named none
+        self.abandoned = False  # ended because its readers were lost: a client that returns with its output resumes it
+        self.seed: int | None = None  # the one drawn here, if the request named none
         self.num_prompt = 0
         self.adapter = 0  # LoRA adapter it runs with
         self.context_ids: list[int] = []  # last tokens of the prompt, where the output continues its text
@@ -275,7 +274,7 @@ class SubmittedRequest:
 
     @property
     def was_lost(self) -> bool:
-        """Whether it has ended because what computed it was lost, while this engine goes on: an upstream."""
+        """Whether it has ended because its upstream was lost, while this engine goes on."""
         return self.ended and any(
             log.ended is not None and log.ended.reason == "error" and log.ended.detail[0] in LOST_CODES
             for log in self.logs
@@ -283,7 +282,7 @@ class SubmittedRequest:
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory it takes, once it has ended."""
+        """About how much memory it takes after its end."""
         return SUBMISSION_BYTES + len(self.note) + sum(log.num_bytes for log in self.logs)
 
     def forget_draws(self) -> None:
@@ -292,12 +291,12 @@ class SubmittedRequest:
 
     @property
     def num_subscriptions(self) -> int:
-        """How many cursors stand on its logs."""
+        """The number of subscriptions to its logs."""
         return sum(len(log.subscriptions) for log in self.logs)
 
 
 class TextLog:
-    """The text of a log, as far as it may be shown."""
+    """The text of a log, without what may be the beginning of a stop string."""
 
     __slots__ = ("_stream", "stopped_at", "stopped_by", "text")
 
@@ -308,7 +307,7 @@ class TextLog:
         self.stopped_at = 0  # number of tokens up to and with the one that completed the stop string
 
     def push(self, token_ids: list[int], *, final: bool, stop_token: bool) -> bool:
-        """Take more tokens. True: they completed a stop string."""
+        """Append the text of more tokens. Returns whether they completed a stop string."""
         delta = self._stream.push(token_ids, final, stop_token)
         self.text += delta.text
         if delta.stop is None or self.stopped_by is not None:
@@ -318,7 +317,7 @@ class TextLog:
 
 
 class OutputLog:
-    """The output of one choice: tokens, and where asked for their log-probabilities and their text."""
+    """The output of one choice: tokens, and their log-probabilities and text if requested."""
 
     __slots__ = (
         "arrival_s",
@@ -340,13 +339,13 @@ class OutputLog:
     def __init__(
         self, uid: int, submission: SubmittedRequest, choice: int, arrival_s: float, before: array[int] | None = None
     ) -> None:
-        """`before`: the output that an engine before this one gave."""
+        """`before`: the output of an earlier engine, for a resumed request."""
         self.uid = uid
         self.submission = submission
         self.choice = choice
         self.arrival_s = arrival_s
-        self.stored: array[int] = array("I", before or ())  # without what its routing has not given it yet
-        self.num_before = len(self.stored)  # of them given by an engine before this one
+        self.stored: array[int] = array("I", before or ())  # without tokens that its routing still collects
+        self.num_before = len(self.stored)  # those of an earlier engine
         self.logprobs: list[TokenLogprobs] | None = None
         if submission.params.logprobs is not None:
             self.logprobs = [UNKNOWN] * self.num_before
@@ -355,7 +354,7 @@ class OutputLog:
         self.text: TextLog | None = None
         self.embedding: bytes | None = None  # with its end
         self.ended: Done | None = None  # its terminal row, still without a stream
-        self.found_stop: tuple[int, str] | None = None  # by a reader who matches them itself: tokens, stop string
+        self.found_stop: tuple[int, str] | None = None  # reported by a client that matches stop strings: tokens, string
         self.subscriptions: list[Subscription] = []
         self.routing: Any = None  # of the last step that had a token for it
 
@@ -368,7 +367,7 @@ class OutputLog:
 
     @property
     def stopped(self) -> bool:
-        """A stop string was found: whatever the core still draws is not part of the output."""
+        """Whether a stop string was found. Tokens that the core still draws are not part of the output."""
         return self.text is not None and self.text.stopped_by is not None
 
     @property
@@ -381,25 +380,25 @@ class OutputLog:
         return size
 
     def leave_routing(self) -> None:
-        """Take what the routing has for it, and forget it: a kept log would keep the logs of its last steps alive."""
+        """Take over the tokens that the routing collects, and drop it: it refers to the other logs of its steps."""
         if self.routing is not None:
             self.routing.settle()
             self.routing = None
 
     def sink(self) -> OutputLog:
-        """A log that nobody reads, in this one's place."""
+        """Return a log without readers, for tokens that are drawn after this one has ended."""
         sink = OutputLog(self.uid, self.submission, self.choice, self.arrival_s)
         sink.routing = self.routing
         return sink
 
     def cut(self, num_tokens: int) -> None:
-        """Drop what came after the stop string."""
+        """Drop the tokens after the first `num_tokens`, with which a stop string was complete."""
         del self.tokens[num_tokens:]
         if self.logprobs is not None:
             del self.logprobs[num_tokens:]
 
     def end(self, row: Finished) -> None:
-        """End the log as the core ended the choice; where a stop string was found before, with that as the reason."""
+        """End the log as the core ended the choice, or with the stop string that was found before."""
         text = self.text
         reason, num_tokens = row.reason, row.num_output
         detail: Any = row.detail
@@ -427,8 +426,11 @@ class OutputLog:
 
 
 class Subscription:
-    """One connection's cursor on one log. A plain one (tokens alone) that is not dirty stands at the end of its log by
-    definition, so that a common step moves no cursors."""
+    """One connection's cursor on one log.
+
+    A plain subscription, which sends tokens only, stands at the end of its log unless it is dirty. So a common step
+    moves no cursors.
+    """
 
     __slots__ = ("ahead", "characters", "connection", "cursor", "log", "plain", "stream", "wants_text", "wants_tokens")
 
@@ -444,11 +446,11 @@ class Subscription:
             0  # tokens sent, or held by the reader: those of an engine before this one may be more than the log
         )
         self.characters = 0  # characters of text sent
-        self.ahead = 0  # tokens that its reader held when the log had fewer: until it has them, no text is sent
+        self.ahead = 0  # tokens that the reader had when the log had fewer; no text is sent until the log has them
 
     @property
     def behind(self) -> bool:
-        """Whether there is something in the log that was not sent. Only for those whose cursor is kept."""
+        """Whether the log has output that was not sent. Not valid for a plain subscription that is not dirty."""
         log = self.log
         if log.ended is not None:
             return True
@@ -459,7 +461,7 @@ class Subscription:
         return self.wants_text and log.text is not None and self.characters < len(log.text.text)
 
     def terminal_row(self) -> Done:
-        """The log's terminal event under this stream's number. Only when it has ended."""
+        """Return the log's terminal row under this stream's number. Only when the log has ended."""
         ended = self.log.ended
         if ended is None:
             raise RuntimeError("the log has not ended")
@@ -473,7 +475,7 @@ class _Item(NamedTuple):
 
 
 class RetainedSubmissions:
-    """Ended submissions. They are added with a moment that is never before that of one added earlier."""
+    """Ended submissions that clients may still attach to. Must be added in the order of `due_s`."""
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
@@ -492,7 +494,7 @@ class RetainedSubmissions:
         self._due.append((due_s, tenant))
 
     def expire(self, now: float) -> list[SubmittedRequest]:
-        """Remove and return what is due, or too much."""
+        """Remove and return the submissions that are due, and those beyond the limit of bytes."""
         gone: list[SubmittedRequest] = []
         while self._due and self._due[0][0] <= now:
             due_s, tenant = self._due.popleft()
@@ -504,7 +506,7 @@ class RetainedSubmissions:
         return gone
 
     def _drop(self, tenant: str) -> SubmittedRequest:
-        """The oldest of this tenant."""
+        """Remove and return the oldest submission of this tenant."""
         items = self._by_tenant[tenant]
         item = items.popleft()
         self.num_bytes -= item.num_bytes
@@ -546,7 +548,7 @@ class StepMessage:
         return self._num_bytes >= ENOUGH_BYTES
 
     def add(self, subscription: Subscription) -> None:
-        """Add all that this stream has not been sent, as far as its log-probabilities have room."""
+        """Add all unsent output of a stream, as far as its log-probabilities have room."""
         log, stream = subscription.log, subscription.stream
         begin, end = subscription.cursor, len(log.tokens)
         if log.logprobs and end > begin:
@@ -565,9 +567,9 @@ class StepMessage:
             self._prompts.append((stream, log.prompt_logprobs))
             self._num_bytes += _size(log.prompt_logprobs)
         if end < len(log.tokens):
-            return  # its text and its end come with its last tokens: a reader never has text without the tokens of it
+            return  # text and end are sent with the last tokens: a reader never has text without its tokens
         if subscription.ahead:
-            pass  # the log has ended without the tokens that its reader holds
+            pass  # the log has ended with fewer tokens than the reader has
         elif subscription.wants_text and log.text is not None and (new := log.text.text[subscription.characters :]):
             self._text.append((stream, new))
             self._num_bytes += len(new)
@@ -578,7 +580,7 @@ class StepMessage:
                 self._num_bytes += len(log.embedding)
 
     def frames(self, seq: int, step: int) -> messages.Frames:
-        """The message, as STEP number `seq` of its connection."""
+        """Encode the message as STEP number `seq` of its connection."""
         extras: dict[str, Any] = {
             name: rows
             for name, rows in (
@@ -594,12 +596,12 @@ class StepMessage:
 
 
 def _size(rows: list[TokenLogprobs]) -> int:
-    """Bytes of log-probabilities in a message, about."""
+    """Estimate the bytes that log-probabilities take in a message."""
     return len(rows) * (BYTES_PER_ROW + BYTES_PER_ALTERNATIVE * len(rows[-1].top_ids))
 
 
 class RoutingGroup:
-    """The rows of one routing that go to one connection. A row stands here once for each of its readers there."""
+    """The rows of a routing that one connection reads. A row occurs once for each stream that reads it."""
 
     __slots__ = ("_column", "_pick", "_whole", "connection", "indices", "num_special", "streams", "subscriptions")
 
@@ -614,7 +616,7 @@ class RoutingGroup:
         self._whole = indices == list(range(len(indices)))
 
     def add(self, index: int, subscription: Subscription) -> None:
-        """A reader of the row `index`, the last so far."""
+        """Add a reader of the row `index`, which must be the last row so far."""
         self._whole = self._whole and index == len(self.indices)
         self.subscriptions.append(subscription)
         self.indices.append(index)
@@ -623,7 +625,7 @@ class RoutingGroup:
         self._column = self._pick = None
 
     def remove(self, index: int) -> None:
-        """The row `index` is gone, and those after it move up."""
+        """Remove the row `index`; the indices of later rows fall by one."""
         indices = self.indices
         begin, end = bisect_left(indices, index), bisect_right(indices, index)
         if begin < end:
@@ -639,13 +641,13 @@ class RoutingGroup:
 
     @property
     def stream_column(self) -> bytes:
-        """The streams of the rows, u32[]."""
+        """The stream numbers of the rows, u32[]."""
         if self._column is None:
             self._column = messages.to_u32(self.streams)
         return self._column
 
     def token_column(self, token_ids: list[int], tokens: array[int]) -> bytes:
-        """The tokens of the rows, u32[], out of all tokens of a step, given in both forms."""
+        """Return the tokens of these rows as u32[]. `token_ids` and `tokens` are all tokens of a step, in two forms."""
         indices = self.indices
         if self._whole and len(indices) == len(tokens):
             return messages.to_u32(tokens)
@@ -657,7 +659,7 @@ class RoutingGroup:
 
 
 class BatchRouting:
-    """The i-th token of a step goes to `logs[i]`. A log stands there as often as it gets tokens in one step."""
+    """Routes the tokens of a step: token i goes to `logs[i]`. A log occurs once for each of its tokens in a step."""
 
     __slots__ = (
         "_columns",
@@ -680,7 +682,7 @@ class BatchRouting:
         self.time_s = time_s  # of the last step
         self.logs = list(logs)
         self.gone: list[int] = []  # uids that have ended since
-        self.stale = False  # a reader has come or gone: to be made anew
+        self.stale = False  # a reader was added or removed: make a new routing
         self.texts: dict[OutputLog, list[int]] = {}  # logs with text, with the indices of their tokens
         self._uids = [log.uid for log in logs]
         self._stored = [log.stored for log in logs]
@@ -695,19 +697,19 @@ class BatchRouting:
 
     @property
     def num_logs(self) -> int:
-        """How many logs get tokens from one step."""
+        """The number of logs that get tokens from one step."""
         return len(self.logs) if self._counts is None else len(self._counts)
 
     def tokens_of(self, log: OutputLog) -> int:
-        """How many tokens this log gets in one step."""
+        """Return how many tokens this log gets in one step."""
         return 1 if self._counts is None else self._counts[log]
 
     def is_of(self, key: int) -> bool:
-        """Whether a step with this key draws for these very logs, with readers as they were."""
+        """Return whether this routing is valid for a step with this key: the same logs with the same readers."""
         return key == self.key and not self.stale
 
     def push(self, token_ids: list[int]) -> None:
-        """Collect the tokens of a step."""
+        """Collect the tokens of a step; `settle` moves them into the logs."""
         assert len(token_ids) == len(self.logs), "a step has one token for each row of its routing"
         if len(self._columns) >= MAX_COLUMNS:
             self.settle()
@@ -716,7 +718,7 @@ class BatchRouting:
         self._columns.append(self._tokens)
 
     def token_column(self, group: RoutingGroup) -> bytes:
-        """The tokens of the last step for one connection, u32[]."""
+        """Return the tokens of the last step for one connection, u32[]."""
         return group.token_column(self._token_ids, self._tokens)
 
     def settle(self) -> None:
@@ -783,7 +785,7 @@ class BatchRouting:
 
 
 def _groups(logs: list[OutputLog]) -> dict[Connection, RoutingGroup]:
-    """The rows of each connection. Mostly there is one connection, and every log has one reader."""
+    """Group the rows by connection. The usual case is fast: one connection, and one reader of every log."""
     sole = [log.subscriptions[0] for log in logs if len(log.subscriptions) == 1]
     if len(sole) == len(logs) and len({subscription.connection for subscription in sole}) == 1:
         return {sole[0].connection: RoutingGroup(sole[0].connection, sole, list(range(len(sole))))}
@@ -800,7 +802,7 @@ def _groups(logs: list[OutputLog]) -> dict[Connection, RoutingGroup]:
 
 
 class Publisher:
-    """All submissions that run or are kept, their logs, and the connections' cursors on them."""
+    """Holds all submissions that run or are retained, their logs and subscriptions, and sends their output."""
 
     def __init__(
         self,
@@ -823,7 +825,7 @@ class Publisher:
         self._log_requests = log_requests
         self._on_end = on_end
         self._logs: dict[int, OutputLog] = {}
-        self._targets: dict[int, OutputLog] = {}  # where a uid's tokens go: its log, until a stop string has ended that
+        self._targets: dict[int, OutputLog] = {}  # where a uid's tokens go: to its log, after a stop string to a sink
         self._routing = BatchRouting(-1, [], 0.0)
         self._routing.stale = True
         self._kept = RetainedSubmissions(MAX_KEPT_BYTES)
@@ -833,7 +835,7 @@ class Publisher:
     # -- submissions and subscriptions -------------------------------------------------------------------------------
 
     def register(self, submission: SubmittedRequest) -> None:
-        """Take the submission's id."""
+        """Reserve the submission's id."""
         self.submissions[submission.id] = submission
 
     def forget(self, submission: SubmittedRequest) -> None:
@@ -843,7 +845,7 @@ class Publisher:
     def open(
         self, submission: SubmittedRequest, uids: Iterable[int], now: float, outputs: PriorOutputs | None = None
     ) -> None:
-        """Open one log for each choice of an accepted submission. `outputs`: what they begin with; None for a choice
+        """Open one log for each choice of an accepted submission. `outputs`: their output so far; None for a choice
         that has ended at an earlier engine."""
         submission.logs = [
             OutputLog(uid, submission, choice, now, None if outputs is None else outputs[choice])
@@ -893,13 +895,13 @@ class Publisher:
                 connection.dirty[subscription.stream] = subscription
 
     def drop(self, connection: Connection) -> list[SubmittedRequest]:
-        """Forget a connection's cursors. Returns the submissions that nobody reads now, not ended and not detached."""
+        """Remove a connection's subscriptions. Returns its unfinished, not detached submissions without a reader."""
         return [
             submission for submission in self.leave(connection, list(connection.streams)) if not submission.detached
         ]
 
     def leave(self, connection: Connection, streams: Iterable[int]) -> list[SubmittedRequest]:
-        """Forget some of a connection's cursors. Returns the unfinished submissions that nobody reads any more."""
+        """Remove some of a connection's subscriptions. Returns its unfinished submissions without a reader."""
         orphans: dict[bytes, SubmittedRequest] = {}
         for stream in streams:
             subscription = connection.streams.get(stream)
@@ -949,14 +951,14 @@ class Publisher:
             self.flush(connection, now)
 
     def flush(self, connection: Connection, now: float) -> None:
-        """Send what waits for this connection, as far as its credit allows."""
+        """Send the unsent output of a connection, as far as its credit allows."""
         if connection.backlog:
             connection.flush_backlog(now)
         while connection.dirty and connection.can_step and self._send_dirty(connection, now):
             continue
 
     def _send_dirty(self, connection: Connection, now: float) -> bool:
-        """One STEP, with all that waits unless that is too much. False: it could not be sent."""
+        """Send one STEP with unsent output, up to the limit of its size. Returns False if it could not be sent."""
         step = StepMessage()
         for subscription in connection.dirty.values():
             if subscription.ahead:
@@ -968,7 +970,7 @@ class Publisher:
             return False
         for subscription, end in zip(step.subscriptions, step.ends, strict=True):
             log = subscription.log
-            subscription.cursor = max(subscription.cursor, end)  # a reader may hold more than a resumed log
+            subscription.cursor = max(subscription.cursor, end)  # a reader may have more tokens than a resumed log
             if end < len(log.tokens):
                 continue  # the rest comes in the next message, and the text with its last part
             if log.text is not None:
@@ -979,14 +981,14 @@ class Publisher:
         return True
 
     def expire(self, now: float) -> None:
-        """Forget what has ended long enough ago, or is too much to keep."""
+        """Drop ended submissions that are due, or beyond the limit of what is retained."""
         for submission in self._kept.expire(now):
-            if self.submissions.get(submission.id) is submission:  # and no other that goes on under its id
+            if self.submissions.get(submission.id) is submission:  # not another one that was resumed under its id
                 del self.submissions[submission.id]
             self._release(submission)
 
     def open_logs(self) -> list[OutputLog]:
-        """Choices that have not ended."""
+        """Return the logs of choices that have not ended."""
         return list(self._logs.values())
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -1020,8 +1022,8 @@ class Publisher:
         touched.add(connection)
 
     def _enter_routing(self, output: StepOutput, now: float) -> BatchRouting:
-        """The routing of this step: that of the step before, or its successor when other sequences draw tokens now, or
-        other connections read them."""
+        """Return the routing of this step: that of the step before, unless other sequences draw tokens now or other
+        connections read them. Then it is changed in place or made anew."""
         routing, gap, first = self._routing, self._counters.token_gap_s, self._counters.first_token_s
         if len(output.uids) == 1 and not routing.is_of(output.layout):
             routing = self._routing_of_one(output)
@@ -1049,11 +1051,13 @@ class Publisher:
         return routing
 
     def _routing_of_one(self, output: StepOutput) -> BatchRouting:
-        """Enter the routing of the last step that drew for this one sequence alone, if nothing has changed since; else
-        stay in that of the step before. A relay's steps are such: each upstream speaks when it has a token."""
+        """Return the last routing of this sequence alone, if it is still valid, else that of the step before.
+
+        A relay's steps have one sequence: each upstream sends a token when it has one.
+        """
         own = self._targets[output.uids[0]].routing
         if own is not None and len(own.logs) == 1 and own.is_of(output.layout):
-            self._routing.settle()  # only the routing that is left may hold tokens: a log may enter another one
+            self._routing.settle()  # a log may be in both routings: only the current one may collect tokens
             self._routing = own
         return self._routing
 
@@ -1076,7 +1080,7 @@ class Publisher:
     def _stop_at_string(self, log: OutputLog) -> None:
         if log.text is not None:
             log.cut(log.text.stopped_at)
-            self._targets[log.uid] = log.sink()  # the core draws on until it has heard of it
+            self._targets[log.uid] = log.sink()  # the core draws more tokens until it is told
 
     def _add_text(self, log: OutputLog, *, search: bool) -> None:
         if log.text is not None:
@@ -1085,7 +1089,7 @@ class Publisher:
         ended = log.ended
         stop_token = ended is not None and ended.reason == "stop" and not isinstance(ended.detail, str)
         if log.text.push(log.tokens.tolist(), final=ended is not None, stop_token=stop_token) and ended is None:
-            self._stop_at_string(log)  # completed before, by an engine that could not say so any more
+            self._stop_at_string(log)  # an earlier engine completed it, and was lost before it could report that
             self._stop(log.uid)
 
     def _catch_up(self, subscription: Subscription) -> None:
@@ -1097,7 +1101,7 @@ class Publisher:
                 subscription.characters = self._characters_of(log, start)
 
     def _characters_of(self, log: OutputLog, num_tokens: int) -> int:
-        """How much text a reader has seen who holds the first `num_tokens` tokens."""
+        """Return how many characters a reader has received who has the first `num_tokens` tokens."""
         text = TextLog(self._make_text(log.submission, True))
         text.push(log.tokens[:num_tokens].tolist(), final=False, stop_token=False)
         return len(text.text)
@@ -1114,7 +1118,7 @@ class Publisher:
         if target.routing is self._routing:
             self._routing.gone.append(row.uid)
         if log.text is not None and not log.stopped:
-            log.text.push([], final=True, stop_token=False)  # what was held back; nothing if its last token is in
+            log.text.push([], final=True, stop_token=False)  # adds text that was held back, if any
         log.end(row)
         log.leave_routing()
         target.leave_routing()
@@ -1142,8 +1146,8 @@ class Publisher:
             self._release(submission)
 
     def _release(self, submission: SubmittedRequest) -> None:
-        """Undo the cycle of a forgotten submission and its logs once nobody reads them, so that their memory comes back
-        now: the engine looks for garbage in cycles rarely."""
+        """Break the cycle of a dropped submission and its logs once nobody reads them. This frees their memory at
+        once: the engine rarely collects cycles."""
         if not submission.num_subscriptions:
             submission.logs = []
 
@@ -1212,7 +1216,7 @@ def record_choice(tracing: Tracing, model: str, log: OutputLog, row: Finished, e
 
 
 def _phases(row: Finished) -> dict[str, Any]:
-    """As far as the choice has come."""
+    """Return the times of the phases that the choice has reached, in seconds, as span attributes."""
     if row.queued_s is None:
         return {"gen_ai.latency.time_in_queue": row.total_s}
     phases = {
