@@ -595,7 +595,7 @@ class HostMiddleware:
                     self._hosts.check(scope)
             except InferEngineError as error:
                 self._refusals.count("host")
-                await (_refuse_page(scope, send, error) if _is_page(scope) else refuse(scope, send, error))
+                await (_refuse_page(send, error) if _is_page(scope) else refuse(scope, send, error))
                 return
         await self._app(scope, receive, send)
 
@@ -622,7 +622,7 @@ def _is_page(scope: Scope) -> bool:
     return scope["type"] == "http" and scope["method"] == "GET" and any(b"text/html" in value for value in accepted)
 
 
-async def _refuse_page(scope: Scope, send: Send, error: InferEngineError) -> None:
+async def _refuse_page(send: Send, error: InferEngineError) -> None:
     """Answer a browser with the error as a page that people can read."""
     text = f"{_PAGE_HEAD}<h1>This address is not allowed</h1><p>{html.escape(error.message)}</p></html>"
     headers = [

@@ -29,8 +29,6 @@ _DYNAMIC = ("dns+tcp://", "srv+tcp://", "file:")
 
 log = logging.getLogger(__name__)
 
-ResolveHost = Callable[[str], Sequence[str]]
-
 
 class EngineDiscovery:
     """Looks up the addresses that the entries of `wire.engines` stand for."""

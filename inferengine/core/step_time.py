@@ -56,8 +56,9 @@ class AttentionGroup(NamedTuple):
     kv_bytes_per_token: float
     operations_per_pair: float  # of one query with one key
     window: int | None = None
-    made_pair_operations: float = 0.0  # of latents: as above, once keys and values were made of them;
-    operations_per_made_key: float = 0.0  # and of making those of one token
+    # Of latent attention, if keys and values are up-projected: as `operations_per_pair`, and to up-project one token.
+    up_projected_operations_per_pair: float = 0.0
+    operations_to_up_project: float = 0.0
 
 
 class ModelWork(NamedTuple):
@@ -132,7 +133,7 @@ class Roofline:
         if work.expert_bytes:
             size += work.expert_bytes * (1.0 - (1.0 - work.chosen_share) ** plan.num_tokens)
         operations = plan.num_tokens * work.operations_per_token + draws * work.operations_per_draw
-        for kv_bytes, pair_operations, window, made_pair_operations, made_key_operations in work.groups:
+        for kv_bytes, pair_operations, window, up_projected_operations, to_up_project in work.groups:
             keys = decode_keys(starts, decodes, window)
             if decodes == num_rows:
                 size += keys * kv_bytes
@@ -145,9 +146,9 @@ class Roofline:
                     own_pairs = count * (start + 0.5 * (count + 1))
                     keys += start + count
                     pairs += own_pairs
-                    if made_key_operations:
-                        fewer = own_pairs * (pair_operations - made_pair_operations)
-                        saved += max(0.0, fewer - start * made_key_operations)
+                    if to_up_project:
+                        fewer = own_pairs * (pair_operations - up_projected_operations)
+                        saved += max(0.0, fewer - start * to_up_project)
                 else:
                     keys += start + count - max(0, start - window + 1)
                     inside = max(0, window - start)  # tokens of the chunk that still see the beginning

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from inferengine.quantization.checkpoints.layout import AWQ_ORDER, pack_rows
+from inferengine.quantization.checkpoints.layout import AWQ_ORDER, IN_ORDER
 from inferengine.quantization.schemes import MADE, int4_groups
 from inferengine.quantization.weight import Block, QuantizedWeight, dequantize
 from tests.models.checkpoints import save
@@ -20,6 +20,13 @@ from tests.models.checkpoints import save
 Tensors = dict[str, torch.Tensor]
 GROUP = 16
 FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 24]}
+
+
+def pack_rows(codes: torch.Tensor, order: tuple[int, ...] = IN_ORDER) -> torch.Tensor:
+    """Pack 4-bit codes, eight to a word: uint8 [R, 8 * C] -> int32 [R, C]. `order[i]`: the column of nibble i."""
+    shifts = torch.tensor([4 * order.index(column) for column in range(8)], dtype=torch.int64)
+    words = (codes.long().unflatten(1, (-1, 8)) << shifts).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 def _fp8_blocks(weight: torch.Tensor) -> QuantizedWeight:

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from inferengine.quantization import cpu
-from inferengine.quantization.checkpoints.layout import AWQ_ORDER, IN_ORDER, listed, pack_rows, unpack_rows
+from inferengine.quantization.checkpoints.layout import AWQ_ORDER, IN_ORDER, listed, unpack_rows
 from inferengine.quantization.schemes import MADE
 from inferengine.quantization.weight import Block, by_row, dequantize, spread, stack
 from tests.executor.engine import Engine
 from tests.models.checkpoints import make_model, save
+from tests.quantization.checkpoints import pack_rows
 
 # Largest error of a code in units of its scale: e4m3 has steps of 32 at its top, whole codes one of 1.
 HALF_STEP = {"fp8": 16.0, "int8": 0.51, "int4": 0.51}
@@ -62,8 +63,8 @@ def test_nibbles_come_back_in_their_order(order: tuple[int, ...]) -> None:
 
 
 def test_awq_interleaves_columns() -> None:
-    word = pack_rows(torch.arange(8, dtype=torch.uint8)[None], AWQ_ORDER)
-    assert int(word) & 0xFFFFFFFF == 0x75316420
+    word = torch.tensor([[0x75316420]], dtype=torch.int32)
+    assert unpack_rows(word, AWQ_ORDER).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
 
 
 def test_blocks_that_a_seam_cuts_become_rows() -> None:

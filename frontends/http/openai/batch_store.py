@@ -107,9 +107,8 @@ class BatchUsage(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Bounds of what is kept: of one file, of all that a tenant has, and of one line."""
+    """Bounds of what is kept: bytes of all that a tenant has, and of one line. Routes bound the size of a file."""
 
-    file_bytes: int
     tenant_bytes: int
     line_bytes: int
 
@@ -122,7 +121,7 @@ def store_folder(config: Config) -> Path:
 def store_limits(config: Config) -> Limits:
     """The bounds of what is kept, from the configuration."""
     http = config.http
-    return Limits(http.max_file_bytes, http.max_stored_bytes, http.max_body_bytes)
+    return Limits(http.max_stored_bytes, http.max_body_bytes)
 
 
 class BatchStore:

@@ -121,10 +121,10 @@ def model_work(
     tables = head_weights if config.tied_embeddings else 2 * head_weights
     met = num_layer_weights + config.chosen_share * config.num_expert_weights  # weights that a token passes
     groups = range(len(config.group_windows))
-    made_pair = made_key = 0
+    up_projected = to_up_project = 0
     if (latent := config.latent) is not None:  # `met` has the matrices of new tokens' latents already
-        made_pair = 2 * config.num_layers * config.num_heads * (latent.query_dim + latent.value_dim)
-        made_key = 2 * config.num_layers * config.num_heads * latent.rank * (latent.plain_dim + latent.value_dim)
+        up_projected = 2 * config.num_layers * config.num_heads * (latent.query_dim + latent.value_dim)
+        to_up_project = 2 * config.num_layers * config.num_heads * latent.rank * (latent.plain_dim + latent.value_dim)
     return ModelWork(
         layer_bytes=float(weight_bytes - (tables * item_bytes if table_bytes is None else table_bytes)) - expert_bytes,
         head_bytes=float(head_weights * head_item_bytes),
@@ -135,8 +135,8 @@ def model_work(
                 config.kv_bytes_per_token(group, kv_item_bytes),
                 2.0 * config.layers_of(group) * config.num_heads * (config.head_dim + config.mixed_dim),
                 config.group_windows[group],
-                made_pair,
-                made_key,
+                up_projected,
+                to_up_project,
             )
             for group in groups
         ),

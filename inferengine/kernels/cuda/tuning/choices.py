@@ -47,6 +47,11 @@ class ChoiceEntry(NamedTuple):
 class Subject(Protocol):
     """What is chosen by the number of rows: tuning/tuned_attention.py and tuning/tuned_experts.py. It is hashable."""
 
+    @property
+    def key(self) -> Any:
+        """The key of its measurements in a table; for messages here."""
+        ...
+
     def stages(self) -> Sequence[Sequence[int]]:
         """Return the numbers of rows at which variations are tried, most important first."""
         ...
@@ -100,7 +105,10 @@ class SearchBudget:
 
 
 def search_choices(
-    subjects: Sequence[Any], timer: ChoiceTimer, budget: SearchBudget, found: Callable[[Any, int, ChoiceEntry], None]
+    subjects: Sequence[Subject],
+    timer: ChoiceTimer,
+    budget: SearchBudget,
+    found: Callable[[Any, int, ChoiceEntry], None],
 ) -> Iterator[None]:
     """Measure subjects until all is measured or the budget is spent; each step of the iterator is a stage. `found` is
     called with each subject, number of rows and result."""
@@ -142,7 +150,7 @@ def _vary(runs: Sequence[_Run], timer: ChoiceTimer, budget: SearchBudget) -> Non
 
 
 def _take_over(
-    subjects: Sequence[Any],
+    subjects: Sequence[Subject],
     timer: ChoiceTimer,
     budget: SearchBudget,
     ranked: dict[tuple[Any, int], list[Any]],
@@ -174,7 +182,7 @@ def _finish(
 class _Run:
     """The measurements of one subject at one number of rows."""
 
-    def __init__(self, subject: Any, rows: int, timer: ChoiceTimer) -> None:
+    def __init__(self, subject: Subject, rows: int, timer: ChoiceTimer) -> None:
         self.subject, self.rows, self._timer = subject, rows, timer
         self._rule = subject.rule(rows)
         self._cases = tuple(subject.cases(rows))
