@@ -29,13 +29,11 @@ from typing import Any
 from websockets.sync.client import ClientConnection, connect
 
 from benchmarks.ports import wait_ready
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, servable_model
 from inferengine import LLM
-from inferengine.bench.compare import with_tokenizer
 from inferengine.bench.environment import write_result
 from inferengine.client import Client
 from inferengine.config import load, parse_flags
-from inferengine.config.model_path import EMBEDDED
 from inferengine.sampling_params import SamplingParams
 
 START_S = 300.0
@@ -154,13 +152,8 @@ def main() -> None:
         parser.error(f"unknown: {' '.join(rest)}")
     flags.setdefault("cache.num_blocks", "1024")  # two processes hold the model and a cache
     with tempfile.TemporaryDirectory() as scratch:
-        model = str(EMBEDDED)
-        if arguments.shape != "embedded":
-            folder = Path(scratch, arguments.shape)
-            folder.mkdir()
-            (folder / "config.json").write_text(json.dumps(SHAPES[arguments.shape]))
-            model = str(with_tokenizer(folder, folder))
-            flags["model.load_format"] = "dummy"
+        model, load_flags = servable_model(arguments.shape, Path(scratch))
+        flags |= load_flags
         words = [word for key, value in flags.items() for word in (f"--{key}", value)]
         with (
             service(model, words, arguments.http_port, arguments.ws_port) as address,

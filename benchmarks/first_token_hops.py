@@ -30,10 +30,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.ports import free_port, wait_ready
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, servable_model
 from inferengine.bench.environment import write_result
 from inferengine.config import parse_flags
-from inferengine.config.model_path import EMBEDDED
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S, START_S = 60.0, 300.0
@@ -230,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--cost", help="a simulated device: small, or a cost model of the simulator")
-    device.add_argument("--shape", choices=["embedded", *sorted(SHAPES)], default="embedded")
+    device.add_argument("--shape", choices=sorted(SHAPES), default="embedded")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--pause-ms", type=float, default=5.0)
@@ -241,19 +240,11 @@ def main() -> None:
         parser.error(f"unknown: {' '.join(rest)}")
     with tempfile.TemporaryDirectory() as scratch:
         address, port = f"ipc://{scratch}/engine.sock", free_port()
-        words = [word for key, value in flags.items() for word in (f"--{key}", value)]
         if arguments.cost:
             engine = ["--cost", arguments.cost, address]
         else:
-            model = str(EMBEDDED)
-            if arguments.shape != "embedded":
-                from inferengine.bench.compare import with_tokenizer  # and torch, which the recorded front end lacks
-
-                folder = Path(scratch, arguments.shape)
-                folder.mkdir()
-                (folder / "config.json").write_text(json.dumps(SHAPES[arguments.shape]))
-                model = str(with_tokenizer(folder, folder))
-                words += ["--model.load_format", "dummy"]
+            model, load_flags = servable_model(arguments.shape, Path(scratch))
+            words = [word for key, value in (flags | load_flags).items() for word in (f"--{key}", value)]
             engine = [model, *words, "--wire.socket", address]
         environment = {**os.environ, "XDG_RUNTIME_DIR": scratch}
         processes = [

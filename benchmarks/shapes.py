@@ -10,7 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-EMBEDDED = {
+from inferengine.config.model_path import EMBEDDED
+
+EMBEDDED_SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096, "hidden_size": 384,
     "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2,
     "head_dim": 64, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
@@ -118,7 +120,7 @@ GEMMA_2_9B = {
 }  # fmt: skip
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "embedded": EMBEDDED,
+    "embedded": EMBEDDED_SHAPE,
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-3.1-70b": LLAMA_3_1_70B,
     "qwen3-0.6b": QWEN3_0_6B,
@@ -144,6 +146,26 @@ def write_model(folder: Path, name: str) -> None:
     size = SHAPES[name]["vocab_size"]
     (folder / "config.json").write_text(json.dumps({"eos_token_id": size - 1, **SHAPES[name]}))
     write_tokenizer(folder, size)
+
+
+def servable_model(shape: str, scratch: Path) -> tuple[str, dict[str, str]]:
+    """Return a model for `inferengine up` and the flags that load it: the embedded one, or random weights of a shape.
+
+    A shape gets a folder in `scratch`.
+    """
+    if shape == "embedded":
+        return str(EMBEDDED), {}
+    folder = scratch / shape
+    folder.mkdir()
+    return str(write_dummy_model(shape, folder)), {"model.load_format": "dummy"}
+
+
+def write_dummy_model(shape: str, folder: Path) -> Path:
+    """Write what an engine with dummy weights reads: config.json, and a tokenizer of 256 bytes. Returns the folder."""
+    from inferengine.bench.compare import with_tokenizer  # and torch, which some processes of benchmarks must lack
+
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    return with_tokenizer(folder, folder)
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

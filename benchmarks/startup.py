@@ -14,7 +14,6 @@ things too, look at `engine_ready_cpu_s`: the CPU time that the engine needed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import select
@@ -29,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, write_dummy_model
 from inferengine.bench.environment import write_result
 from inferengine.client import Client
 from inferengine.config import parse_flags
@@ -146,13 +145,10 @@ def random_checkpoint(shape: str, folder: Path) -> None:
 
 def checkpoint(shape: str, folder: Path, *, dummy: bool) -> str:
     """Write a checkpoint of this shape, or only what an engine with dummy weights reads. Returns its folder."""
-    if not dummy:
-        random_checkpoint(shape, folder)
-        return str(folder)
-    from inferengine.bench.compare import with_tokenizer  # and torch
-
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
-    return str(with_tokenizer(folder, folder))
+    if dummy:
+        return str(write_dummy_model(shape, folder))
+    random_checkpoint(shape, folder)
+    return str(folder)
 
 
 def kept_in(folder: str) -> dict[str, str]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from inferengine.core.executor import StepPlan
 from inferengine.executor.cuda_graphs import (
@@ -24,35 +23,14 @@ from inferengine.executor.cuda_graphs import (
     without_slow,
 )
 from inferengine.executor.sampler import StepDraws
-from inferengine.executor.slots import columns_of, make_batch
-from inferengine.kernels import ops
-from inferengine.kernels.cuda import table
-from inferengine.kernels.ops import Ops
+from inferengine.executor.slots import columns_of
 from tests.executor.engine import Engine
-
-VOCAB = 64
+from tests.kernels.llama_engine import VOCAB, make_llama_engine, save_llama, unpadded_states
 
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Engine:
-    """A small Llama by the kernels of the card: on a card, or interpreted."""
-
-    def kernels(device: torch.device, deterministic: bool = False) -> Ops:
-        return Ops(**table.table(device, deterministic=deterministic))
-
-    monkeypatch.setattr(ops, "resolve", kernels)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=128,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    return Engine(tmp_path, budget=24, max_num_seqs=4, num_blocks=32, block_size=16, device=device.type)
+    return make_llama_engine(tmp_path, monkeypatch, device, {}, budget=24, max_num_seqs=4, num_blocks=32)
 
 
 @pytest.mark.filterwarnings(
@@ -73,9 +51,7 @@ def test_a_padded_step_gives_the_logits_and_draws_of_the_plain_one(engine: Engin
             return plain(plan)
         padded = mixed.place(shape, plan, columns)
         logits = mixed.compute(mixed.batch(shape))[: padded.num_samples].clone()
-        batch = make_batch(plan, columns, executor.slots, executor.device)
-        batch.plans = [None]
-        hidden = executor.model(batch)
+        batch, hidden = unpadded_states(executor, plan, columns)
         if padded.num_samples:
             expected = executor.model.logits(hidden.index_select(0, batch.sample_tokens))
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
@@ -117,7 +93,7 @@ def test_the_smallest_shape_with_room_is_taken(engine: Engine, monkeypatch: pyte
     assert mixed.shape(plan(0, 7), 1) == MixedShape(0, 8)
     assert mixed.shape(plan(1, 7), 2) == MixedShape(4, 8)
     assert mixed.shape(plan(4, 5, 20), 6) == MixedShape(4, 32)
-    assert mixed.shape(plan(0, 3, 3), 6) == MixedShape(4, 8)  # guesses to verify: more draws than rows
+    assert mixed.shape(plan(0, 3, 3), 6) == MixedShape(4, 8)  # draft tokens to verify: more draws than rows
     assert mixed.shape(plan(0, 33), 1) is None
     assert mixed.shape(plan(5, 2), 6) is None
     assert mixed.shape(plan(0, 2, 2, 2), 3) is None
@@ -153,8 +129,8 @@ def test_no_step_is_padded_to_the_size_that_takes_longer_than_the_next() -> None
 @pytest.mark.gpu
 def test_a_prompt_in_many_captured_chunks_alone_gives_the_tokens_of_the_whole(tmp_path: Path) -> None:
     """Steps in the middle of a prompt draw nothing: the host must not overwrite the inputs of those still to run."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
+    save_llama(
+        tmp_path,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=8,
@@ -163,7 +139,6 @@ def test_a_prompt_in_many_captured_chunks_alone_gives_the_tokens_of_the_whole(tm
         head_dim=64,
         max_position_embeddings=512,
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
     tokens = random.Random(3)
     prompts = [[tokens.randrange(VOCAB) for _ in range(200)] for _ in range(8)]
     outputs = []

@@ -10,20 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from inferengine.core.executor import StepPlan
 from inferengine.executor.cuda_graphs import DecodeGraphs
 from inferengine.executor.memory import prefix_groups
 from inferengine.executor.memory.prefix_groups import PrefixGroups
 from inferengine.executor.sampler import StepDraws
-from inferengine.executor.slots import columns_of, make_batch
-from inferengine.kernels import ops
-from inferengine.kernels.cuda import table
-from inferengine.kernels.ops import Ops
+from inferengine.executor.slots import columns_of
 from tests.executor.engine import Engine
-
-VOCAB = 64
+from tests.kernels.llama_engine import VOCAB, make_llama_engine, save_llama, unpadded_states
 
 
 @pytest.fixture(autouse=True)
@@ -36,22 +31,8 @@ def any_prefix_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_padded_step_gives_the_logits_of_the_plain_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    def kernels(device: torch.device, deterministic: bool = False) -> Ops:
-        return Ops(**table.table(device, deterministic=deterministic))
-
-    monkeypatch.setattr(ops, "resolve", kernels)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    engine = Engine(tmp_path, budget=64, max_num_seqs=8, num_blocks=64, block_size=16, device=device.type)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    engine = make_llama_engine(tmp_path, monkeypatch, device, heads, budget=64, max_num_seqs=8, num_blocks=64)
     executor, slots = engine.executor, engine.executor.slots
     groups = PrefixGroups(slots.num_slots, slots.max_blocks, slots.block_size, group=0, token_bytes=1)
     parts = executor.model, executor.ops, slots, executor.kv.group_caches
@@ -68,9 +49,7 @@ def test_a_padded_step_gives_the_logits_of_the_plain_one(
         count = len(columns.row_slot)
         decode.upload(columns, 8, shared)
         logits = decode.compute(8, None, shares=True)[0][:count].clone()
-        batch = make_batch(plan, columns, slots, executor.device)
-        batch.plans = [None]
-        expected = executor.model.logits(executor.model(batch))
+        expected = executor.model.logits(unpadded_states(executor, plan, columns)[1])
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
         seen.update((count, *group) for group in shared.groups.T[:, 1:].tolist() if group[0])
         return plain(plan)
@@ -91,8 +70,8 @@ def test_a_padded_step_gives_the_logits_of_the_plain_one(
 def test_captured_steps_of_shared_prefixes_give_the_tokens_of_rows_by_themselves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
+    save_llama(
+        tmp_path,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=4,
@@ -101,7 +80,6 @@ def test_captured_steps_of_shared_prefixes_give_the_tokens_of_rows_by_themselves
         head_dim=64,
         max_position_embeddings=2048,
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
     tokens = random.Random(3)
     trunks = [[tokens.randrange(VOCAB) for _ in range(length)] for length in (700, 300)]
     prompts = [
