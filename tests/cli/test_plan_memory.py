@@ -176,8 +176,8 @@ def budget_left(plan: MemoryPlan, *, free: int, step: int) -> int:
 
 def test_a_draft_model_has_its_weights_and_its_part_of_the_cache_in_the_plan() -> None:
     alone = Config().with_values(engine={"device": "cpu"}, speculation={"method": "none"})
-    guessing = Config().with_values(engine={"device": "cpu"}, speculation={"method": "draft"})
-    without, plan = (make_plan(executor_settings(config), 1 << 28) for config in (alone, guessing))
+    speculating = Config().with_values(engine={"device": "cpu"}, speculation={"method": "draft"})
+    without, plan = (make_plan(executor_settings(config), 1 << 28) for config in (alone, speculating))
     draft = Path(__file__).parents[2] / "inferengine/assets/embedded-draft/model.safetensors"
     assert without.draft_weights == 0
     assert plan.draft_weights == pytest.approx(draft.stat().st_size * 2, rel=0.01)

@@ -222,9 +222,9 @@ class World:
     def turn(self, *, draw: bool = True) -> None:
         """A step: everybody who draws gets a token, now and then more; a few end with it."""
         self.step += 1
-        guesses = self.random.random() < 0.1
-        uids = [uid for uid in self.drawing for _ in range(self.random.randint(1, 3) if guesses else 1)] if draw else []
-        self.routing += guesses
+        drafts = self.random.random() < 0.1
+        uids = [uid for uid in self.drawing for _ in range(self.random.randint(1, 3) if drafts else 1)] if draw else []
+        self.routing += drafts
         ids = [self.random.randrange(1 << 32) for _ in uids]
         for uid, token_id in zip(uids, ids, strict=True):
             self.expected[uid].append(token_id)
@@ -232,7 +232,7 @@ class World:
         rows = [Finished(uid, "length", None, 1, 0, len(self.expected[uid]), 0.0, 0.0, 0.0, "", 0) for uid in ended]
         self.publisher.publish(StepOutput(self.step, uids, ids, rows, self.routing), float(self.step))
         self.drawing = [uid for uid in self.drawing if uid not in ended]
-        self.routing += guesses or bool(ended)
+        self.routing += drafts or bool(ended)
 
     def draw_alone(self) -> None:
         """A step of one sequence, whose layout is the same each time: a relay's."""

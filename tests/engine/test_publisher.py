@@ -121,7 +121,7 @@ def test_the_last_token_and_the_terminal_row_come_together() -> None:
 
 
 def test_several_tokens_of_a_sequence_in_one_step_keep_their_order() -> None:
-    """Speculation gives a sequence as many tokens as it guessed right."""
+    """Speculation gives a sequence as many tokens as were accepted."""
     bench = Bench()
     connection = bench.connection(window=2)
     bench.open(connection, [1, 2], 5)

@@ -29,8 +29,8 @@ PROMPTS = [
 ]
 LENGTHS = [24, 5, 17, 1, 30, 12]
 
-# Enough to run everything at once; and so little that prompts are chunked and requests preempted. Without guesses: with
-# them requests may be over before they are in each other's way.
+# Enough to run everything at once; and so little that prompts are chunked and requests preempted. Without speculation,
+# with which requests may be over before they are in each other's way.
 SIZES: dict[str, dict[str, Any]] = {
     "roomy": {"cache": {"num_blocks": 256}},
     "tight": {

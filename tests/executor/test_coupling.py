@@ -1,5 +1,5 @@
-"""Guesses drawn with the target's own noise: what comes out is the target's distribution, whatever the draft's is, and
-guesses are right as often as the formula of the Gumbel coupling says."""
+"""Draft tokens drawn with the target's own noise: the output has the target's distribution, whatever the draft's is,
+and they are accepted as often as the formula of the Gumbel coupling says."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def pair(difference: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("difference", [0.3, 2.0])
 def test_what_is_emitted_is_drawn_from_the_target(difference: float) -> None:
-    """After a guess that was right and after one that was wrong, alike."""
+    """After an accepted draft token and after a rejected one, alike."""
     target, draft = pair(difference)
-    drawn, guessed = draws_of(target), draws_of(draft)
-    accepted = drawn == guessed
-    emitted = torch.where(accepted, guessed, drawn)
+    drawn, drafted = draws_of(target), draws_of(draft)
+    accepted = drawn == drafted
+    emitted = torch.where(accepted, drafted, drawn)
     counts, expected = torch.bincount(emitted, minlength=VOCAB), target.softmax(-1) * DRAWS
     assert float(((counts - expected) ** 2 / expected).sum()) < CHI_SQUARE_11
     assert 0.1 < accepted.float().mean() < 0.95

@@ -39,7 +39,7 @@ def make_progress() -> DraftProgress:
 
 
 def read_first(progress: DraftProgress) -> None:
-    """Slot 0: 10 tokens in blocks 7, 3 and 9, all read, with 3 guesses after them."""
+    """Slot 0: 10 tokens in blocks 7, 3 and 9, all read, with 3 draft tokens after them."""
     progress.begin(make_plan(0, 0, 9, admitted=True, blocks={0: 7, 1: 3, 2: 9}))
     progress.begin(make_plan(0, 9, 4))
     assert progress.num_read(0) == 0

@@ -93,7 +93,7 @@ def test_a_cached_prefix_of_it_fails_again(folders):
 
 
 class Poisoner:
-    """Guesses what the model never draws, and what nobody can compute with."""
+    """Proposes what the model never draws, and what nobody can compute with."""
 
     on_device = False
 

@@ -167,15 +167,15 @@ def test_penalties_by_their_formulas():
     ids=lambda feature: "+".join(feature),
 )
 def test_several_positions_of_a_sequence_are_drawn_as_one_after_the_other(feature):
-    """What verifies guesses: the draw behind the k-th guess knows all guesses before it, and none after."""
-    guesses = [42, 43, 42, 43]
-    logits = random_logits(1).repeat(len(guesses), 1)
-    logits[:, [42, 43, 98]] = torch.tensor([20.0, 20.5, 19.8])  # what was just guessed would be likeliest
+    """Verification: the draw after the k-th draft token sees all draft tokens before it, and none after."""
+    drafts = [42, 43, 42, 43]
+    logits = random_logits(1).repeat(len(drafts), 1)
+    logits[:, [42, 43, 98]] = torch.tensor([20.0, 20.5, 19.8])  # the token drafted last would be the likeliest
     length = len(PROMPT)
-    positions = torch.arange(length, length + len(guesses)) + 1
+    positions = torch.arange(length, length + len(drafts)) + 1
 
     def drawn(rows: slice) -> list[int]:
-        slots = make_slots(SamplingParams(**feature), output=guesses, stops=(43,))
+        slots = make_slots(SamplingParams(**feature), output=drafts, stops=(43,))
         scores, at = logits[rows].clone(), positions[rows]
         index = torch.zeros(len(at), dtype=torch.int32)
         needs = slots.needs(index.numpy(), at.numpy())
@@ -184,7 +184,7 @@ def test_several_positions_of_a_sequence_are_drawn_as_one_after_the_other(featur
         return sample(scores, slots, index, at, needs).tolist()
 
     together = drawn(slice(None))
-    assert together == [drawn(slice(row, row + 1))[0] for row in range(len(guesses))]
+    assert together == [drawn(slice(row, row + 1))[0] for row in range(len(drafts))]
     assert len(set(together)) > 1
 
 

@@ -74,7 +74,7 @@ class Script(NamedTuple):
     accept: bool = True
     logprobs: list[Any] | None = None
     cached_tokens: int = 0
-    guesses: tuple[int, int] = (0, 0)  # right and wrong
+    draft_counts: tuple[int, int] = (0, 0)  # draft tokens accepted and rejected
 
 
 class Output:
@@ -110,7 +110,7 @@ class Output:
         """The terminal row, for a subscriber that calls it `stream`."""
         assert self.ended is not None
         counts = self.prompt_tokens, self.script.cached_tokens, len(self.token_ids)
-        return Done(stream, *self.ended, *counts, *TIMINGS_MS, *self.script.guesses)
+        return Done(stream, *self.ended, *counts, *TIMINGS_MS, *self.script.draft_counts)
 
 
 class Subscriber:

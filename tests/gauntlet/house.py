@@ -63,7 +63,9 @@ class House:
         }
         values = {**fixed, **settings}
         if values.get("speculation.method") == "draft" and checkpoint.name != "embedded":
-            values.setdefault("speculation.draft_model", str(checkpoint.folder))  # every guess right: rollback by stops
+            values.setdefault(
+                "speculation.draft_model", str(checkpoint.folder)
+            )  # every draft token accepted: rollback by stops
         self.address: str = values["wire.socket"]
         flags = [word for key, value in values.items() for word in (f"--{key}", _shown(value))]
         command = [sys.executable, "-m", "inferengine.cli", "up", str(checkpoint.folder), *flags]

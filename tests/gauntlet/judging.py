@@ -41,12 +41,12 @@ class Verdict:
 
 
 def _figures(stats: dict[str, Any]) -> dict[str, int]:
-    cache, guessing = stats["cache"], stats["speculation"]
+    cache, speculation = stats["cache"], stats["speculation"]
     return {
         "preemptions": stats["preemptions"],
         "blocks swapped": cache["swapped_out_pages"],
         "tokens of prefixes": stats["cached_tokens"],
-        "guesses": guessing["drafted"],
+        "draft_tokens": speculation["drafted"],
     }
 
 

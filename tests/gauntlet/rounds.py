@@ -117,7 +117,7 @@ def draw_round(
     kills: bool,
 ) -> Round:
     """`rate` requests a second for `span_s` seconds, in clumps; `fixed` settings go before drawn ones. Some rounds are
-    quiet: few requests with long outputs, because engines guess ahead only where few requests run."""
+    quiet: few requests with long outputs, because engines speculate only where few requests run."""
     settings = {**draw_settings(rng, device), **fixed}
     if model in NO_DRAFT and settings["speculation.method"] == "draft":
         settings["speculation.method"] = "ngram"

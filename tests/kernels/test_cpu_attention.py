@@ -1,4 +1,4 @@
-"""Attention on the CPU against the definition: decodes, rows with guesses to verify, and prompt chunks in one step."""
+"""Attention on the CPU against the definition: decodes, rows with drafts to verify, and prompt chunks in one step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.kernels.builders import PagedCase, make_paged_case, reference_attenti
 SHAPES = [(6, 2, 16, 16, None, None), (4, 4, 8, 4, 9, None), (4, 1, 8, 8, 70, 20.0)]
 ROWS = {  # tokens of each row's KV after the step, and how many of them are new
     "decodes": ([1, 300, 64], [1, 1, 1]),
-    "equal guesses": ([40, 41, 39], [5, 5, 5]),
-    "unequal guesses": ([7, 600, 33, 90], [2, 9, 1, 16]),
-    "one row of guesses": ([50], [6]),
-    "decodes, guesses and prompts": ([12, 90, 33, 400, 40, 40], [1, 1, 4, 3, 40, 5]),
+    "equal drafts": ([40, 41, 39], [5, 5, 5]),
+    "unequal drafts": ([7, 600, 33, 90], [2, 9, 1, 16]),
+    "one row of drafts": ([50], [6]),
+    "decodes, drafts and prompts": ([12, 90, 33, 400, 40, 40], [1, 1, 4, 3, 40, 5]),
 }
 
 

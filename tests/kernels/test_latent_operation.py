@@ -18,10 +18,10 @@ HEADS, RANK, TURNING, PLAIN, VALUE, EPS, SCALE = 6, 24, 8, 12, 10, 1e-6, 0.3
 ROWS = {  # tokens of each row after the step, and how many of them are new
     "decodes": ([1, 90, 64], [1, 1, 1]),
     "a prompt": ([40], [40]),
-    "decodes, guesses and a chunk": ([12, 50, 33, 70], [1, 1, 4, 20]),
+    "decodes, drafts and a chunk": ([12, 50, 33, 70], [1, 1, 4, 20]),
 }
 PROMPTS = {
-    "decodes, guesses and a chunk": ROWS["decodes, guesses and a chunk"],
+    "decodes, drafts and a chunk": ROWS["decodes, drafts and a chunk"],
     "a long chunk": ([700], [400]),
     "short prompts and a long one": ([5, 40, 70, 30, 300, 90], [1, 40, 30, 17, 300, 90]),
     "chunks behind long contexts": ([600, 300, 20], [18, 290, 20]),

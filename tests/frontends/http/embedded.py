@@ -42,7 +42,7 @@ class Embedded:
 
 @contextmanager
 def embedded_model(folder: str, **sections: Any) -> Iterator[Embedded]:
-    """One torch thread: tests share their machine. No guesses: what comes in a frame is what a step gave."""
+    """One torch thread: tests share their machine. No draft tokens: what comes in a frame is what a step gave."""
     quiet = {"engine": {"threads": 1}, "model": {"max_model_len": 1024}, "cache": {"num_blocks": 256}}
     sections = {**quiet, "speculation": {"method": "none"}, **sections}
     config = make_config(folder, **sections)

@@ -74,7 +74,7 @@ def test_why_it_stopped(client: anthropic.Anthropic, served: House) -> None:
 def test_guesses_are_told_where_there_were_any(client: anthropic.Anthropic, served: House) -> None:
     served.script = says("fox")
     assert "accepted_prediction_tokens" not in ask(client).usage.model_dump()
-    served.script = says("fox", guesses=(3, 1))
+    served.script = says("fox", draft_counts=(3, 1))
     with client.messages.stream(model="tiny", max_tokens=400, messages=HELLO) as stream:
         (streamed,) = [event.usage.model_dump() for event in stream if event.type == "message_delta"]
     for usage in (ask(client).usage.model_dump(), streamed):

@@ -66,7 +66,7 @@ def test_guesses_are_told_where_there_were_any(client: openai.OpenAI, served: Ho
 
     served.script = says("fox")
     assert details() == {"reasoning_tokens": 0}
-    served.script = says("fox", guesses=(3, 1))
+    served.script = says("fox", draft_counts=(3, 1))
     assert details() == {"reasoning_tokens": 0, "accepted_prediction_tokens": 3, "rejected_prediction_tokens": 1}
 
 

@@ -1,4 +1,4 @@
-"""Guessing ahead behind real HTTP: the same text, and what the guesses brought in usage, /stats and /metrics."""
+"""Speculation behind real HTTP: the same text, and the counts of draft tokens in usage, /stats and /metrics."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CHAT = "/v1/chat/completions"
 
 
 class Plain(NamedTuple):
-    """A conversation whose next answer repeats much of the last one, and that answer, of an engine that does not
-    guess."""
+    """A conversation whose next answer repeats much of the last one, and that answer, of an engine without
+    speculation."""
 
     messages: list[dict[str, str]]
     answer: str
@@ -46,7 +46,7 @@ def asked_again(plain: Plain) -> dict[str, Any]:
 
 
 def told(embedded: Embedded, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """What /stats says of guesses once the condition holds, or after a while: it tells of the engine's last STATUS."""
+    """Return `speculation` of /stats once the condition holds, or after a while: it is of the engine's last STATUS."""
     deadline = time.monotonic() + 60
     while True:
         figures: dict[str, Any] = embedded.http.get("/stats").json()["speculation"]

@@ -50,10 +50,10 @@ def model_files(kind: str = "byte_level") -> dict[str, bytes]:
 
 
 def make_engine(folder: Path, text: Callable[[str, int], str] | None = None, **options: Any) -> ScriptedEngine:
-    """`text(prompt, choice)` is the answer, one token every millisecond; without it the answer is ANSWER. `guesses`:
-    draft tokens accepted and rejected of every choice."""
+    """`text(prompt, choice)` is the answer, one token every millisecond; without it the answer is ANSWER.
+    `draft_counts`: accepted and rejected draft tokens of every choice."""
     files = options.pop("files", None) or model_files()
-    guesses = options.pop("guesses", (0, 0))
+    draft_counts = options.pop("draft_counts", (0, 0))
     tokenizer = Tokenizer.from_files(files)
 
     def script(submit: Submit, choice: int) -> Script:
@@ -62,7 +62,7 @@ def make_engine(folder: Path, text: Callable[[str, int], str] | None = None, **o
         token_ids = [*tokenizer.encode(answer, False), EOS]
         planned = token_ids[: submit.params.get("max_tokens")]
         end = ("stop", EOS) if len(planned) == len(token_ids) else ("length", None)
-        return Script(planned, *end, pause_s=0.001, guesses=guesses)
+        return Script(planned, *end, pause_s=0.001, draft_counts=draft_counts)
 
     info = model_info(files, name="scripted-model", max_model_len=4096, num_kv_tokens=65536, embedding_size=0)
     address = f"ipc://{folder}/engine.sock"

@@ -6,9 +6,9 @@ from tests.frontends.websocket.builders import make_engine, open_socket, serving
 
 
 def test_usage_has_draft_tokens_of_each_choice_where_there_were_any(tmp_path):
-    plain, guessed = usage(tmp_path / "plain"), usage(tmp_path / "guessed", guesses=(4, 1))
+    plain, drafted = usage(tmp_path / "plain"), usage(tmp_path / "drafted", draft_counts=(4, 1))
     assert set(plain) == {"prompt_tokens", "cached_tokens", "completion_tokens"}
-    assert guessed == {**plain, "accepted_prediction_tokens": 4, "rejected_prediction_tokens": 1}
+    assert drafted == {**plain, "accepted_prediction_tokens": 4, "rejected_prediction_tokens": 1}
 
 
 def usage(folder, **options):
