@@ -28,7 +28,7 @@ from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoni
 
 
 def with_own_names(endpoint: RouteHandler) -> RouteHandler:
-    """Let errors name fields as Anthropic calls them. `DialectMiddleware` writes the errors."""
+    """Wrap a route so that its errors name fields as Anthropic does. `DialectMiddleware` writes the errors."""
 
     @wraps(endpoint)
     async def wrapped(request: Request) -> Response:
@@ -44,7 +44,7 @@ def with_own_names(endpoint: RouteHandler) -> RouteHandler:
 
 @with_own_names
 async def messages(request: Request) -> Response:
-    """Anthropic's Messages: text and tools, whole or as events."""
+    """Create a message, whole or as events (Anthropic's Messages): text and tools."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     chat = await read_chat(service, to_chat(body), request.scope["request_id"])
@@ -55,7 +55,7 @@ async def messages(request: Request) -> Response:
 
 @with_own_names
 async def count_tokens(request: Request) -> Response:
-    """The tokens that the prompt of /v1/messages would have."""
+    """Count the tokens that the prompt of /v1/messages would have."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     chat = to_chat(body, counting=True)
@@ -87,8 +87,10 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def to_chat(body: dict[str, Any], *, counting: bool = False) -> dict[str, Any]:
-    """Make the chat request of a body. `counting`: only the prompt matters. Raises InvalidRequest naming the field as
-    Anthropic calls it."""
+    """Convert a body to one of the chat API. Raises InvalidRequest naming the field as Anthropic does.
+
+    `counting`: the body is one of count_tokens, of which only the prompt matters.
+    """
     for name, idle in REFUSED.items():
         if body.get(name) is not None and body[name] not in idle:
             raise InvalidRequest(name, "is not supported by this engine: leave it out", code="unsupported")
@@ -141,7 +143,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _blocks(role: str, blocks: list[Any], path: str) -> list[dict[str, Any]]:
-    """One message's blocks: results of tools are messages of their own, before what else the user says."""
+    """Convert the blocks of a message. Tool results become messages of their own, before the rest of the message."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -223,7 +225,7 @@ def _tool(tool: Any, path: str) -> dict[str, Any]:
 
 
 def _add_thinking(chat: dict[str, Any], fields: MessagesPromptFields) -> None:
-    """Templates of thinking models know `enable_thinking`; others do not read it."""
+    """Convert `thinking` to `enable_thinking`, a variable of the chat templates of reasoning models."""
     kind = fields.thinking.get("type")
     if kind is not None:
         if not isinstance(kind, str):
@@ -239,7 +241,7 @@ def _string(block: dict[str, Any], name: str, where: str) -> str:
 
 
 def tool_input(arguments: str) -> dict[str, Any]:
-    """The input of a call as an object; of one that was cut off in the middle, nothing."""
+    """Parse the arguments of a call; empty for a call that was cut off."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -248,7 +250,7 @@ def tool_input(arguments: str) -> dict[str, Any]:
 
 
 class MessagesFormat:
-    """One choice; blocks are numbered as they open."""
+    """Writes one choice as content blocks: a message object or its events."""
 
     def __init__(self, chat: ChatRequest, message_id: str) -> None:
         self._chat = chat
@@ -330,7 +332,7 @@ class MessagesFormat:
         parts.append(_event("content_block_delta", index=self._num_blocks - 1, delta=delta))
 
     def _block(self, kind: str, block: dict[str, Any], parts: list[bytes]) -> None:
-        """Make sure that a block of this kind is open."""
+        """Open a block of this kind, unless the last one is of this kind and open."""
         if self._open != kind:
             self._close(parts)
             self._open = kind
@@ -352,7 +354,7 @@ def _event(kind: str, **values: Any) -> bytes:
 
 
 def _stop(last: Piece | None, num_calls: int) -> tuple[str | None, str | None]:
-    """stop_reason and stop_sequence."""
+    """Return `stop_reason` and `stop_sequence`."""
     if last is None:
         return None, None
     if last.finish_reason == "length":
@@ -363,7 +365,7 @@ def _stop(last: Piece | None, num_calls: int) -> tuple[str | None, str | None]:
 
 
 def _usage(usage: Usage, output_tokens: int | None = None) -> dict[str, Any]:
-    """Cached tokens of the prompt are counted apart. Draft tokens have OpenAI's names: Anthropic has none for them."""
+    """Convert usage: cached tokens are counted apart. Draft tokens have OpenAI's names, as Anthropic has none."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},

@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {"suffix": ("",), "template": ("",), "imag
 
 
 class OllamaOptions(msgspec.Struct, frozen=True):
-    """Of `options`, what has another name or meaning than in SamplingParams."""
+    """Fields of `options` whose name or meaning differs from SamplingParams."""
 
     num_predict: Annotated[
         Annotated[int, Meta(ge=-2, le=2**63 - 1)], about("most tokens of the output; 0 and below: as many as fit")
@@ -108,13 +108,13 @@ KEEP_ALIVE = Annotated[
 
 
 class OllamaModelFields(msgspec.Struct, frozen=True):
-    """Which model is asked."""
+    """The model that the request is for."""
 
     model: Annotated[str, about("a name that /api/tags lists; `:latest` may be left out")] = ""
 
 
 class OllamaFields(msgspec.Struct, frozen=True):
-    """Of /api/chat and /api/generate."""
+    """Fields of /api/chat and /api/generate."""
 
     stream: Annotated[bool, about("answer in lines of JSON (the default)")] = True
     options: OPTIONS = {}
@@ -136,7 +136,7 @@ class OllamaFields(msgspec.Struct, frozen=True):
 
 
 class OllamaChatFields(msgspec.Struct, frozen=True):
-    """Of /api/chat alone."""
+    """Fields that only /api/chat has."""
 
     messages: Annotated[
         Any, about("the conversation; none: is the model loaded?", schema={**MESSAGES, "minItems": 0})
@@ -145,7 +145,7 @@ class OllamaChatFields(msgspec.Struct, frozen=True):
 
 
 class OllamaGenerateFields(msgspec.Struct, frozen=True):
-    """Of /api/generate alone."""
+    """Fields that only /api/generate has."""
 
     prompt: Annotated[str, about("what the user says; empty: is the model loaded?")] = ""
     system: Annotated[str, about("the system message")] = ""
@@ -156,7 +156,7 @@ class OllamaGenerateFields(msgspec.Struct, frozen=True):
 
 
 class OllamaEmbedFields(msgspec.Struct, frozen=True):
-    """Of /api/embed."""
+    """Fields of /api/embed."""
 
     input: Annotated[
         Any,
@@ -172,7 +172,7 @@ class OllamaEmbedFields(msgspec.Struct, frozen=True):
 
 
 class OllamaPullFields(msgspec.Struct, frozen=True):
-    """Of /api/pull."""
+    """Fields of /api/pull."""
 
     model: Annotated[str, about("the served model or one of its adapters")] = ""
     name: Annotated[str, about("the older name of model")] = ""
@@ -181,7 +181,7 @@ class OllamaPullFields(msgspec.Struct, frozen=True):
 
 
 class OllamaEmbeddingsFields(msgspec.Struct, frozen=True):
-    """Of /api/embeddings."""
+    """Fields of /api/embeddings."""
 
     prompt: Annotated[str, about("the text")] = ""
     options: OPTIONS = {}
@@ -202,7 +202,7 @@ NAMES = {name: f"options.{name}" for name in (*PASSED_ON, *field_docs(OllamaOpti
 
 
 def as_ollama(endpoint: RouteHandler) -> RouteHandler:
-    """Answer errors as Ollama's clients read them, with Ollama's names of fields."""
+    """Wrap a route so that its errors have Ollama's format and names of fields."""
 
     @wraps(endpoint)
     async def wrapped(request: Request) -> Response:
@@ -223,7 +223,7 @@ def as_ollama(endpoint: RouteHandler) -> RouteHandler:
 
 @as_ollama
 async def chat(request: Request) -> Response:
-    """Ollama's chat: messages, tools, thinking, structured output; lines of JSON, or one document."""
+    """Answer a conversation with lines of JSON, or one document (Ollama's chat)."""
     ask = await _read(request)
     messages = read_fields(OllamaChatFields, ask.body).messages
     if messages is None or messages == []:
@@ -235,7 +235,7 @@ async def chat(request: Request) -> Response:
 
 @as_ollama
 async def generate(request: Request) -> Response:
-    """Ollama's generate: one prompt, through the chat template unless `raw`; lines of JSON, or one document."""
+    """Answer one prompt with lines of JSON, or one document; by the chat template unless `raw` (Ollama's generate)."""
     ask = await _read(request)
     fields = read_fields(OllamaGenerateFields, ask.body)
     if not fields.prompt:
@@ -257,7 +257,7 @@ async def generate(request: Request) -> Response:
 
 @as_ollama
 async def embed(request: Request) -> Response:
-    """Ollama's embed: texts as vectors of length 1."""
+    """Embed texts as vectors of length 1 (Ollama's embed)."""
     ask = await _read(request, generates=False)
     fields = read_fields(OllamaEmbedFields, ask.body, ask.config.limits)
     inputs = [fields.input] if isinstance(fields.input, str) else fields.input
@@ -284,7 +284,7 @@ async def embed(request: Request) -> Response:
 
 @as_ollama
 async def embeddings(request: Request) -> Response:
-    """Ollama's older embeddings: one text as a vector of length 1."""
+    """Embed one text as a vector of length 1 (Ollama's older route)."""
     ask = await _read(request, generates=False)
     prompt = read_fields(OllamaEmbeddingsFields, ask.body).prompt
     found = await _embed(ask, [prompt] if prompt else [], "prompt", truncate=True)
@@ -293,14 +293,14 @@ async def embeddings(request: Request) -> Response:
 
 @as_ollama
 async def tags(request: Request) -> Response:
-    """The models, as Ollama lists them."""
+    """List the models, in Ollama's format."""
     service: HttpState = request.app.state.service
     return JsonBytes({"models": _models(service)})
 
 
 @as_ollama
 async def running(request: Request) -> Response:
-    """The models in memory: all that are served, for ever."""
+    """List the models in memory: all that are served, without an expiry."""
     service: HttpState = request.app.state.service
     length = service.model.info.max_model_len
     more = {"expires_at": NEVER, "size_vram": 0, "context_length": length}
@@ -309,7 +309,7 @@ async def running(request: Request) -> Response:
 
 @as_ollama
 async def show(request: Request) -> Response:
-    """A model's template, lengths and capabilities, as Ollama tells them."""
+    """Return a model's template, lengths and capabilities, in Ollama's format."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.model.get()
@@ -343,7 +343,7 @@ async def show(request: Request) -> Response:
 
 @as_ollama
 async def pull(request: Request) -> Response:
-    """Ollama's pull: the served model is here already; no other one can be fetched."""
+    """Succeed for the served model, which is here already; refuse any other (Ollama's pull)."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     fields = read_fields(OllamaPullFields, body)
@@ -387,14 +387,14 @@ create, copy, delete, push = (_refused(action, remedy) for action, remedy in CHA
 
 @as_ollama
 async def upload_blob(request: Request) -> Response:
-    """Refused: this server takes no files of models."""
+    """Refuse an upload: this server accepts no model files."""
     if request.method == "HEAD":
         return Response(status_code=404)  # it is not here
     raise InferEngineError("unsupported", f"This server takes no files of models: {CHANGES['create']}")
 
 
 async def version(request: Request) -> Response:
-    """The version of Ollama whose API this is, and this program's own."""
+    """Return the version of Ollama whose API this is, and this program's own."""
     return JsonBytes({"version": OLLAMA_VERSION, "inferengine": __version__})
 
 
@@ -402,7 +402,7 @@ async def version(request: Request) -> Response:
 
 
 class _Ask(NamedTuple):
-    """A request: what was sent, and what it is about. `model`: the name as the client wrote it."""
+    """A request that was read. `model`: the name as the client wrote it."""
 
     request: Request
     service: HttpState
@@ -419,12 +419,12 @@ class _Ask(NamedTuple):
         return self.service.config
 
     def head(self) -> dict[str, Any]:
-        """What every line begins with."""
+        """The fields that every line begins with."""
         return {"model": self.model, "created_at": _time(time.time())}
 
 
 class _Prompt(NamedTuple):
-    """What goes to the engine, and how its output is read."""
+    """The prompt and options for the engine, and the parser of the output."""
 
     ids: list[int]
     params: SamplingParams
@@ -454,7 +454,7 @@ async def _read(request: Request, *, generates: bool = True) -> _Ask:
 
 
 def _whole_numbers(options: dict[str, Any]) -> dict[str, Any]:
-    """Options with 8.0 as 8: some languages have no other numbers."""
+    """Convert options such as 8.0 to 8: some languages have floats only."""
     return {
         name: int(value) if isinstance(value, float) and value.is_integer() else value
         for name, value in options.items()
@@ -462,7 +462,7 @@ def _whole_numbers(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model_name(body: dict[str, Any], served: ServedModel) -> str:
-    """The name as this server lists it. Raises model_not_found."""
+    """Return a model's name as this server lists it. Raises model_not_found."""
     given = read_fields(OllamaModelFields, body).model
     for name in (given, given.removesuffix(TAG)):
         if not name or served.adapter_of(name) is not None:
@@ -471,7 +471,7 @@ def _model_name(body: dict[str, Any], served: ServedModel) -> str:
 
 
 def _to_chat(ask: _Ask) -> dict[str, Any]:
-    """All of the chat API's body but the conversation."""
+    """Convert a body to one of the chat API, without the conversation."""
     fields, options = ask.fields, ask.options
     given = _whole_numbers(ask.body.get("options") or {})
     document: dict[str, Any] = {name: given[name] for name in PASSED_ON if given.get(name) is not None}
@@ -511,7 +511,7 @@ def _response_format(wanted: Any) -> dict[str, Any]:
 
 
 def _messages(messages: Any) -> list[Any]:
-    """The conversation as OpenAI writes it. A tool's result belongs to the earliest open call of its name."""
+    """Convert the conversation to OpenAI's format. A tool's result belongs to the earliest open call of its name."""
     if not isinstance(messages, list):
         raise InvalidRequest("messages", "must be a list of messages")
     read: list[Any] = []
@@ -563,7 +563,7 @@ async def _raw_prompt(ask: _Ask, document: dict[str, Any], fields: OllamaGenerat
 
 
 def _within_context(ask: _Ask, prompt: _Prompt) -> SamplingParams:
-    """The parameters, with no more tokens of output than `num_ctx` leaves room for."""
+    """Return the sampling parameters, with no more output than `num_ctx` leaves room for. Raises InvalidRequest."""
     num_ctx = ask.options.num_ctx
     if num_ctx is None or num_ctx >= ask.served.info.max_model_len:
         return prompt.params
@@ -578,7 +578,7 @@ def _within_context(ask: _Ask, prompt: _Prompt) -> SamplingParams:
 
 
 def _can_think(served: ServedModel, config: Config) -> bool:
-    """Whether thoughts are told apart from the answer."""
+    """Return whether reasoning is separated from the answer."""
     if served.template is None:
         return False
     return reasoning_format(config.http.reasoning_parser, served.template.source) is not None
@@ -610,7 +610,7 @@ async def _embed(ask: _Ask, texts: Sequence[str], field: str, *, truncate: bool)
 
 
 async def _answer(ask: _Ask, prompt: _Prompt, format: OllamaFormat) -> Response:
-    """Wait until the engine has taken the request, so that a refusal still has its status; then answer."""
+    """Wait until the engine has accepted the request, so that a refusal still has its HTTP status; then answer."""
     service, request = ask.service, ask.request
     params = _within_context(ask, prompt)
     engines = service.engines_for(request, ask.served, detachable=False)
@@ -630,7 +630,7 @@ class LineStream(EventStream):
     """The ASGI application that relays a generation as lines of JSON."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer; a client that leaves is noticed by the call."""
+        """Send the answer. RunningCall notices when the client disconnects."""
         headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
         with self._resources:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -641,12 +641,12 @@ class LineStream(EventStream):
 
 
 class OllamaFormat:
-    """One choice, in `message` (chat) or `response` (generate)."""
+    """Writes one choice, in `message` (chat) or `response` (generate)."""
 
     def __init__(
         self, ask: _Ask, prompt: _Prompt, kind: Literal["message", "response"], *, tells_context: bool = False
     ):
-        """`tells_context`: the last line has the token ids of prompt and output."""
+        """`tells_context`: the last line has `context`, the token ids of prompt and output."""
         self._ask = ask
         self._prompt = prompt
         self._is_chat = kind == "message"
@@ -676,7 +676,7 @@ class OllamaFormat:
         return b"".join(lines)
 
     def template(self, choice: ChoiceOutput) -> EventTemplate | None:
-        """Return the line of one token; None where a line carries more than text."""
+        """Return the template of lines; None if lines carry more than text."""
         carries_more = self._reader is not None or self._logprobs is not None or self._token_ids is not None
         return None if carries_more else EventTemplate(*self._around())
 
@@ -709,7 +709,7 @@ class OllamaFormat:
         }
 
     def _parts(self, piece: Piece) -> list[tuple[str, str, list[dict[str, Any]]]]:
-        """Text, thoughts and whole calls of a piece, each for a line of its own."""
+        """Split a piece into text, reasoning and whole calls, each for a line of its own."""
         if self._reader is None:
             return [(piece.text, "", [])] if piece.text else []
         shown: list[tuple[str, str, list[dict[str, Any]]]] = []
@@ -731,7 +731,7 @@ class OllamaFormat:
                 return before
 
     def _whole_calls(self) -> list[tuple[str, str, list[dict[str, Any]]]]:
-        """Calls are shown whole: when something follows them, and at the end."""
+        """Return the calls that are complete: those before the last part, and at the end all."""
         calls = [self._call(place, *begun) for place, begun in self._calls.items()]
         self._calls.clear()
         return [("", "", calls)] if calls else []
@@ -747,7 +747,7 @@ class OllamaFormat:
         return self._head + b"," + dumps({**self._content(text, thinking, calls), **more, "done": False})[1:] + b"\n"
 
     def _around(self) -> tuple[bytes, bytes]:
-        """What stands around a text in a line that has nothing else."""
+        """Return the template of a line with text only."""
         if self._is_chat:
             return self._head + b',"message":{"role":"assistant","content":', b'},"done":false}\n'
         return self._head + b',"response":', b',"done":false}\n'
@@ -771,7 +771,7 @@ class OllamaFormat:
     def _ended(
         self, reason: str | None, usage: Usage, finish: Finish | None, token_ids: list[int] | None
     ) -> dict[str, Any]:
-        """Durations are the engine's: until it began, to the first token, and to the last."""
+        """Return the fields of the last line. The load duration is the time in the engine's queue."""
         times = (finish.queued_ms, finish.first_token_ms, finish.total_ms) if finish is not None else (0.0, 0.0, 0.0)
         queued, first, total = times
         return {
@@ -794,12 +794,12 @@ def error_line(error: InferEngineError) -> dict[str, str]:
 
 
 def _loaded(started_ns: int) -> dict[str, Any]:
-    """The end of an answer to a request without a prompt, with which clients have a model loaded."""
+    """Answer a request without a prompt, by which clients load a model."""
     return {"done": True, "done_reason": "load", "total_duration": time.monotonic_ns() - started_ns, "load_duration": 0}
 
 
 def _models(service: HttpState) -> list[dict[str, Any]]:
-    """The model and its adapters. Front ends know no size of the weights: it is told as 0."""
+    """Describe the model and its adapters. Front ends do not know the size of the weights: it is 0."""
     info = service.model.info
     return [
         {

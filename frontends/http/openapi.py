@@ -200,14 +200,14 @@ SECURITY = {
 
 
 async def openapi(request: Request) -> Response:
-    """Every route, its fields and their ranges."""
+    """Describe every route, its fields and their ranges, as OpenAPI."""
     service: HttpState = request.app.state.service
     routes = [route for route in request.app.routes if isinstance(route, Route) and route.include_in_schema]
     return JsonBytes(describe(routes, service.config.limits))
 
 
 def describe(routes: list[Route], limits: LimitsConfig) -> dict[str, Any]:
-    """The document, in OpenAPI 3.1."""
+    """Return the OpenAPI 3.1 document of these routes."""
     tables, answers = bodies(limits), schemas()
     paths: dict[str, Any] = {}
     for route in routes:
@@ -235,7 +235,7 @@ def _answer(method: str, path: str, answers: AnswerSchemas) -> dict[str, Any]:
 
 
 def body_schema(fields: list[Field], *, closed: bool = False) -> dict[str, Any]:
-    """A JSON schema of a body; every field may also be null, which says nothing."""
+    """Return the JSON schema of a body. Every field may also be null, which counts as absent."""
     properties = {
         field.name: {**field.schema, "description": field.meaning}
         if field.required

@@ -1,4 +1,4 @@
-"""OpenAI's files and batches: /v1/files and /v1/batches. What one tenant keeps, no other finds.
+"""Serve OpenAI's files and batches: /v1/files and /v1/batches. A tenant sees its own only.
 
 `read_parts` reads an upload, multipart/form-data (RFC 7578), as it arrives: the head of each part, then its content in
 pieces. Starlette's own reader needs python-multipart and writes files of any size to a temporary folder before the
@@ -89,7 +89,7 @@ class FileListFields(msgspec.Struct, frozen=True):
 
 
 async def upload(request: Request) -> Response:
-    """Keep a file for a batch: multipart/form-data with `file` and `purpose`."""
+    """Upload a file for a batch: multipart/form-data with `file` and `purpose`."""
     service: HttpState = request.app.state.service
     http = service.config.http
     boundary = read_boundary(request.headers.get("content-type", ""))
@@ -153,7 +153,7 @@ async def _receive(request: Request, boundary: bytes, file_id: str) -> tuple[dic
 
 
 def _read_purpose(fields: dict[str, str]) -> tuple[str, int]:
-    """The purpose, and for how long the file is kept."""
+    """Read the purpose of a file, and for how many seconds it is kept. Raises InvalidRequest."""
     purpose = fields.get("purpose", "")
     if purpose != "batch":
         raise InvalidRequest("purpose", "must be batch: nothing else is done with files here", code="unsupported")
@@ -168,7 +168,7 @@ def _read_purpose(fields: dict[str, str]) -> tuple[str, int]:
 
 
 async def files(request: Request) -> Response:
-    """The files of this key's tenant."""
+    """List the files of this key's tenant."""
     service: HttpState = request.app.state.service
     query = _read_query(request, FileListFields)
     found, more = await service.files.list_files(
@@ -182,13 +182,13 @@ async def files(request: Request) -> Response:
 
 
 async def file(request: Request) -> Response:
-    """A file's description."""
+    """Return a file's description."""
     service: HttpState = request.app.state.service
     return JsonBytes(await service.files.file(request.path_params["id"], _key(request).tenant))
 
 
 async def file_content(request: Request) -> Response:
-    """A file's content, as it was sent or as a batch wrote it."""
+    """Return a file's content, as it was uploaded or as a batch wrote it."""
     service: HttpState = request.app.state.service
     found = await service.files.file(request.path_params["id"], _key(request).tenant)
 
@@ -211,7 +211,7 @@ async def delete_file(request: Request) -> Response:
 
 
 async def create_batch(request: Request) -> Response:
-    """Run the requests of a file, later and with the lowest priority."""
+    """Create a batch: run the requests of a file later, with the lowest priority."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     fields = read_fields(BatchFields, body)
@@ -234,7 +234,7 @@ async def create_batch(request: Request) -> Response:
 
 
 async def batches(request: Request) -> Response:
-    """The batches of this key's tenant, the newest first."""
+    """List the batches of this key's tenant, the newest first."""
     service: HttpState = request.app.state.service
     query = _read_query(request, ListFields)
     found, more = await service.files.list_batches(_key(request).tenant, after=query.after, limit=query.limit)
@@ -242,13 +242,13 @@ async def batches(request: Request) -> Response:
 
 
 async def batch(request: Request) -> Response:
-    """A batch: its status, its counts, and its files once it has ended."""
+    """Return a batch: its status, its counts, and its files once it has ended."""
     service: HttpState = request.app.state.service
     return JsonBytes(await service.files.batch(request.path_params["id"], _key(request).tenant))
 
 
 async def cancel_batch(request: Request) -> Response:
-    """End a batch early; what its lines have answered until then is kept."""
+    """Cancel a batch; the results of its lines so far are kept."""
     service: HttpState = request.app.state.service
     found = await service.files.cancel_batch(request.path_params["id"], _key(request).tenant)
     service.batches.wake()
@@ -302,7 +302,7 @@ _PARAMETER_BARE = re.compile(r";\s*(name|filename)=([^\s;\"]+)")
 
 
 class PartHead(NamedTuple):
-    """What a part is. `filename` is None for a field."""
+    """The head of a part. `filename` is None for a field."""
 
     name: str
     filename: str | None
@@ -373,7 +373,7 @@ def _read_head(head: bytes) -> PartHead:
 
 
 def _clean(filename: str) -> str:
-    """A name to show: without a folder, control characters and the escapes of browsers."""
+    """Clean a file name: no folder, no control characters, no escapes of browsers."""
     name = unquote(re.sub(r"\\(.)", r"\1", filename)).replace("\\", "/").rpartition("/")[2]
     return "".join(filter(str.isprintable, name))[:MAX_NAME_CHARACTERS]
 

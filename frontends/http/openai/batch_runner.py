@@ -60,14 +60,14 @@ NOT_IN_A_BATCH = ("stream", "background", "detached")
 
 
 class Engines(Protocol):
-    """What a runner needs of the engines."""
+    """The part of EnginePool that a runner uses."""
 
     def health(self) -> Sequence[EngineHealth]:
-        """Each engine's last STATUS."""
+        """Return each engine's last STATUS."""
 
 
 class RunnerHost(Protocol):
-    """What a runner needs of its worker."""
+    """The part of HttpState that a runner uses."""
 
     config: Config
     keys: KeyRing
@@ -76,11 +76,11 @@ class RunnerHost(Protocol):
 
     @property
     def engines(self) -> Engines:
-        """The engines that answer."""
+        """The engines that requests go to."""
 
 
 class BatchRunner:
-    """The batches of a folder, in one worker. Idle while another front end has the lock."""
+    """Runs the batches of a folder in one worker. Idle while another front end has the lock."""
 
     def __init__(self, host: RunnerHost) -> None:
         self._host = host
@@ -96,7 +96,7 @@ class BatchRunner:
         self._clean_at_s = 0.0
 
     def start(self, app: Starlette) -> None:
-        """Begin to look for batches, and run them with the routes of `app`."""
+        """Start to look for batches, and run their lines by the routes of `app`."""
         self._app = app
         self._routes = {
             route.path: route for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())
@@ -104,11 +104,11 @@ class BatchRunner:
         self._task = asyncio.create_task(self._look())
 
     def wake(self) -> None:
-        """A batch was made or cancelled in this worker."""
+        """Look for batches now, because one was created or cancelled in this worker."""
         self._news.set()
 
     async def close(self) -> None:
-        """Stop where it is: what is not finished goes on in the next front end. Any number of times."""
+        """Stop; another front end continues the batches. May be called repeatedly."""
         tasks = [job.task for job in self._jobs.values()] + ([self._task] if self._task is not None else [])
         for task in tasks:
             task.cancel()
@@ -132,7 +132,7 @@ class BatchRunner:
                 await asyncio.wait_for(self._news.wait(), LOOK_S)
 
     def _leads(self) -> bool:
-        """Whether this worker runs the batches. The lock is kept until the process ends."""
+        """Return whether this worker runs the batches. It takes the lock if that is free, until the process ends."""
         if self._lock is not None:
             return True
         file = os.open(self._store.folder / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -160,7 +160,7 @@ class BatchRunner:
                 job.stop.set()
 
     async def _run(self, job: _Job) -> None:
-        """From where the batch is to its end. What fails here is tried again by the next look."""
+        """Run a batch from its current state to its end. After an error the next look tries again."""
         batch = job.batch
         try:
             if batch.status == "validating" and not await self._store.read_input(batch.id):
@@ -180,7 +180,7 @@ class BatchRunner:
             self.wake()  # another may begin
 
     async def _work(self, job: _Job) -> str:
-        """Run the lines until all have ended, the batch is cancelled, or its time is over; say which."""
+        """Run the lines until all have ended, the batch is cancelled or its time is over. Returns the final status."""
         work, stop = asyncio.create_task(self._lines(job)), asyncio.create_task(job.stop.wait())
         try:
             left_s = max(0.0, job.batch.expires_s - time.time())
@@ -250,7 +250,7 @@ class BatchRunner:
         self._slots.release()
 
     async def _line(self, batch: OpenBatch, line: Line) -> None:
-        """One line to its result, which is written once."""
+        """Run one line, and write its result once."""
         request_id = new_line_id()
         status, body, tries, wait_s = 0, b"", 0, FIRST_WAIT_S
         while True:
@@ -265,7 +265,7 @@ class BatchRunner:
         await self._keep(batch, line, head + b',"response":' + answer + b"}", failed=status != 200)
 
     async def _keep(self, batch: OpenBatch, line: Line, result: bytes, *, failed: bool) -> None:
-        """Write a result, as soon as the disk takes it: the engine is not asked again, however long that is."""
+        """Write a result, and retry while the disk is full, rather than run the line again."""
         wait_s = FIRST_WAIT_S
         while True:
             try:
@@ -281,7 +281,7 @@ class BatchRunner:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     async def _answer(self, batch: OpenBatch, line: Line, request_id: str) -> tuple[int, bytes, str]:
-        """Status and body of the route's answer to a line, and the error's code."""
+        """Return status, body and error code of the route's answer to a line."""
         try:
             if line.starts >= MAX_STARTS:
                 raise InferEngineError("engine_stalled", f"The server ended {line.starts} times on this request.")
@@ -348,7 +348,7 @@ class BatchRunner:
         return answer
 
     def _key(self, batch: OpenBatch) -> ApiKey | None:
-        """The key that made a batch, as it is now; None where it is gone or belongs to another tenant."""
+        """Return the current rights of the key that created a batch; None if it is gone or of another tenant."""
         keys = self._host.keys
         if not keys.required:
             return ANYBODY if not batch.key_name else None
@@ -356,7 +356,7 @@ class BatchRunner:
 
 
 class _Job:
-    """A batch that is run here."""
+    """A batch that this worker runs."""
 
     task: asyncio.Task[None]
 
@@ -369,5 +369,5 @@ _ASGI = {"version": "3.0", "spec_version": "2.4"}
 
 
 async def _nothing_more() -> Message:
-    """Wait for ever: a line has no connection whose end would end it."""
+    """Stand in for ASGI's receive and never return: a line has no client to disconnect."""
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]

@@ -71,7 +71,7 @@ from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoni
 
 
 async def completions(request: Request) -> Response:
-    """OpenAI's completions: text or token ids in, text out, whole or as events."""
+    """Complete a text or token ids, whole or as events (OpenAI's completions)."""
     service: HttpState = request.app.state.service
     config = service.config
     body = await read_json(request, config.http.max_body_bytes)
@@ -196,7 +196,7 @@ class ChatRequest:
 
 
 async def chat_completions(request: Request) -> Response:
-    """OpenAI's chat: messages through the model's chat template, tools, structured output, whole or as events."""
+    """Answer a conversation, whole or as events: chat template, tools, structured output (OpenAI's chat)."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     chat = await read_chat(service, body, request.scope["request_id"])

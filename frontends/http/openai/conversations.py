@@ -1,4 +1,4 @@
-"""OpenAI's Conversations: items under an id, to which responses add what they answer and say. Kept as responses are."""
+"""Serve OpenAI's Conversations: items under an id, to which responses append their input and output items."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_NEW_ITEMS = 20  # OpenAI's limit for one call
 
 
 async def create(request: Request) -> Response:
-    """Begin a conversation, with items or none."""
+    """Create a conversation, with or without items."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     fields = read_fields(ConversationFields, body)
@@ -43,7 +43,7 @@ async def create(request: Request) -> Response:
 
 
 async def get(request: Request) -> Response:
-    """A conversation without its items."""
+    """Return a conversation without its items."""
     return JsonBytes((await _stored(request)).document)
 
 
@@ -53,7 +53,7 @@ async def update(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Forget a conversation."""
+    """Delete a conversation."""
     service: HttpState = request.app.state.service
     stored = await _stored(request)
     await service.responses.delete(stored.name[1], stored.tenant)
@@ -61,12 +61,12 @@ async def delete(request: Request) -> Response:
 
 
 async def items(request: Request) -> Response:
-    """The items of a conversation, the newest first."""
+    """List the items of a conversation, the newest first."""
     return JsonBytes(page((await _stored(request)).items, request.query_params, order="desc"))
 
 
 async def add_items(request: Request) -> Response:
-    """Add items at the end of a conversation."""
+    """Append items to a conversation."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     given = read_fields(ConversationItemsFields, {"items": [], **body}).items
@@ -78,12 +78,12 @@ async def add_items(request: Request) -> Response:
 
 
 async def item(request: Request) -> Response:
-    """One item of a conversation."""
+    """Return one item of a conversation."""
     return JsonBytes(_found(await _stored(request), request.path_params["item"]))
 
 
 async def delete_item(request: Request) -> Response:
-    """Take one item out of a conversation."""
+    """Delete one item of a conversation."""
     service: HttpState = request.app.state.service
     stored = await _stored(request)
     taken = _found(stored, request.path_params["item"])

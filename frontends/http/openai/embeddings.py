@@ -1,4 +1,4 @@
-"""POST /v1/embeddings. The inputs of a call go out so many at a time, and are answered in their order."""
+"""Serve POST /v1/embeddings: a limited number of inputs of a call is in flight at a time; answers keep their order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.vectors import shorten
 
 PART_BYTES = 64 * 1024
-# Fields of vLLM's that change the values: what is listed is what is done anyway.
+# Fields of vLLM that change the values: only these values are accepted, because they are what is done anyway.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "normalize": (True,),
     "use_activation": (True,),
@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 async def embeddings(request: Request) -> Response:
-    """`input` (text, list of texts, token ids, list of lists of token ids) as vectors of length 1."""
+    """Embed `input` (text, list of texts, token ids, list of lists of token ids) as vectors of length 1."""
     service: HttpState = request.app.state.service
     config = service.config
     body = await read_json(request, config.http.max_body_bytes)
@@ -81,7 +81,7 @@ def _dimensions(wanted: int | None, served: ServedModel) -> int:
 async def _document(
     body: dict[str, Any], served: ServedModel, label: str, found: list[Embedding], encoding: str, dimensions: int
 ) -> AsyncIterator[bytes]:
-    """Written a few vectors at a time: thousands of them take a while and, as decimal numbers, 100 MB."""
+    """Write the answer a few vectors at a time: thousands take a while and, as decimal numbers, 100 MB."""
     head = dumps({"object": "list", "id": f"embd-{label}", "model": body.get("model") or served.name})
     part = head[:-1] + b',"data":['
     for index, embedding in enumerate(found):
@@ -109,9 +109,11 @@ Answer = TypeVar("Answer")
 
 
 class Inputs(Generic[Answer]):
-    """The inputs of one call: those that wait, those that run, and the answers found. An engine without room for all of
-    them at a time gets fewer: a worker whose input is refused gives it back and ends, and only a refusal of the last
-    worker ends the call."""
+    """Runs the inputs of one call, at most IN_FLIGHT at a time.
+
+    If the engine has less room, fewer are in flight: a worker whose input is refused returns it to the queue and ends.
+    Only the refusal of the last worker ends the call.
+    """
 
     def __init__(
         self,
@@ -121,8 +123,8 @@ class Inputs(Generic[Answer]):
         names: Sequence[str],
         options: Options,
     ) -> None:
-        """`ask` submits a prompt with further arguments, `read` waits for its answer. `names[i]` is what the request
-        calls `prompts[i]`: an input that an engine refuses is refused under it."""
+        """`ask` submits a prompt with further arguments, `read` waits for its answer. `names[i]`: the request's name of
+        `prompts[i]`, for errors."""
         self._ask = ask
         self._read = read
         self._prompts = prompts
@@ -136,7 +138,7 @@ class Inputs(Generic[Answer]):
         self._error: InferEngineError | None = None
 
     async def collect(self) -> list[Answer]:
-        """All of them. The failure of one is the call's; the others are cancelled then. Raises InferEngineError."""
+        """Return all answers. If one input fails, the others are cancelled. Raises its InferEngineError."""
         self._began_s = asyncio.get_running_loop().time()
         workers = [asyncio.create_task(self._work()) for _ in range(self._num_workers)]
         try:
@@ -151,18 +153,18 @@ class Inputs(Generic[Answer]):
         return [self._found[index] for index in range(len(self._prompts))]
 
     def cancel(self) -> None:
-        """End it in the engines. Any number of times."""
+        """Cancel all inputs in the engines. May be called repeatedly."""
         for submission in self._open:
             submission.cancel()
 
     def abandon(self, error: InferEngineError) -> None:
-        """End it on this side at once, whatever the engines do: `collect` raises `error`."""
+        """End the call at once, without waiting for the engines: `collect` raises `error`."""
         self._error = error
         for submission in list(self._open):
             submission.abandon(error)
 
     async def _work(self) -> None:
-        """One input after the other, while there are any."""
+        """Run one input after the other until none is left."""
         while self._waiting:
             index, alone = self._waiting.popleft(), self._num_workers == 1
             try:
@@ -204,7 +206,7 @@ class Inputs(Generic[Answer]):
 def embedding_inputs(
     engine: Submitter, prompts: Sequence[Sequence[int]], names: Sequence[str], pooling: str, options: Options
 ) -> Inputs[Embedding]:
-    """Make a call for embeddings. `pooling` empty: the engine's own."""
+    """Make a call that embeds `prompts`. `pooling` empty: the engine's default."""
     return Inputs(
         lambda prompt, arguments: engine.submit(prompt, None, reply="embedding", pooling=pooling, **arguments),
         lambda submission, prompt, arguments: submission.embedding(),

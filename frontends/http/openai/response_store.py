@@ -1,16 +1,16 @@
-"""Responses and chat completions that may be asked for again, in an SQLite database that all workers of a front end
-share, with the events of those that are streamed from the background.
+"""Store responses, chat completions and conversations for later requests, in an SQLite database.
 
-With several workers it is one file in a folder made before the first of them: in memory where the machine lets us
-(/dev/shm), for its owner alone, removed with the process; what a killed one left is removed by the next. With one
-worker the database has no file. It is bounded in number, bytes and age, the oldest forgotten first.
+All workers of a front end share the database. With several workers it is a file in a folder that is made before the
+first of them: in memory if the machine allows that (/dev/shm), readable by its owner only, and removed with the
+process. What a killed process left is removed by the next one. With one worker the database has no file. It is bounded
+in number, bytes and age; the oldest records are dropped first.
 
 Each worker has one connection, in a thread of its own. Its statements run in the order of the calls, so a worker reads
 what it has written, and the event loop never waits for another worker's lock.
 
-The events of a response that is made in the background are kept, so that any reader may begin anywhere. The worker that
-makes the response has them in memory while it does, and writes them to the store in batches, where other workers find
-them, and itself later on.
+The events of a response that is made in the background are stored, too, so that readers may begin anywhere. The worker
+that makes the response holds them in memory meanwhile, and writes them to the store in batches. Other workers find them
+there, and later itself.
 """
 
 from __future__ import annotations
@@ -113,9 +113,11 @@ Result = TypeVar("Result")
 
 @dataclass
 class StoredResponse:
-    """One response, with the `items` that it answers; or a chat completion, with its messages; or a conversation.
-    While a response is made in the background: `task` and `log`, its events, in the worker that makes it, and
-    `request_id`, the engine's, by which any worker can end it."""
+    """One response with its input `items`, or a chat completion with its messages, or a conversation.
+
+    While a response is made in the background, the worker that makes it has `task` and `log` (its events), and all have
+    `request_id`, the engine's, by which any worker can cancel it.
+    """
 
     tenant: str
     items: list[dict[str, Any]]
@@ -133,12 +135,12 @@ class StoredResponse:
 
     @property
     def unfinished(self) -> bool:
-        """It waits for the engine, or is being made."""
+        """Whether it is queued or being made."""
         return self.document.get("status") in UNFINISHED
 
 
 class ResponseStore:
-    """By tenant and id, the oldest forgotten first. One that this worker is still making is kept."""
+    """Stores records by tenant and id, and drops the oldest. Those that this worker is still making stay."""
 
     def __init__(
         self,
@@ -149,8 +151,8 @@ class ResponseStore:
         keep_s: float = KEEP_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`path`: of `make_database`; None where there is one worker. `max_bytes`: at most half of what is free there
-        now. `clock`: Unix time, the same for all workers."""
+        """`path`: of `make_database`; None with one worker. `max_bytes`: limited to half of the space that is free
+        there now. `clock`: Unix time, the same for all workers."""
         self._path = path
         self._max_bytes = max_bytes if path is None else min(max_bytes, shutil.disk_usage(path.parent).free // 2)
         self._max_records = max_records
@@ -162,9 +164,11 @@ class ResponseStore:
         self._is_closed = False
 
     def put(self, stored: StoredResponse) -> None:
-        """Keep a response, in place of what is kept under its id; one that was deleted does not come back. Returns at
-        once. Where there is no room it is not kept, but its request is still answered. Without effect after
-        `close`."""
+        """Store a response, in place of an earlier record of its id. Returns at once.
+
+        A response that was deleted is not stored again. Without room it is not stored, but its request is still
+        answered. Does nothing after `close`.
+        """
         if self._is_closed:
             return
         if stored.task is None or stored.task.done():
@@ -179,20 +183,20 @@ class ResponseStore:
             self._thread.submit(self._append, name, items)
 
     def put_events(self, name: tuple[str, str], first: int, events: Sequence[bytes]) -> None:
-        """Keep events of a response, numbered from `first`, as long as the response itself. Returns at once."""
+        """Store events of a response, numbered from `first`, for as long as the response itself. Returns at once."""
         if not self._is_closed:
             self._thread.submit(self._write_events, name, first, events)
 
     async def events(self, name: tuple[str, str], first: int) -> list[bytes]:
-        """Return the events that are kept of a response, from number `first` on."""
+        """Return the stored events of a response, from number `first` on."""
         return await self._run(self._read_events, name, first)
 
     async def saved(self) -> None:
-        """Return when every worker sees what this one has put."""
+        """Wait until all workers see what this one has put."""
         await self._run(lambda: None)
 
     async def get(self, response_id: str, tenant: str) -> StoredResponse:
-        """Raises not_found, for another tenant's too. What another worker makes comes without its task."""
+        """Return a record. Raises not_found, also for another tenant's. If another worker makes it, it has no task."""
         name = (tenant, response_id)
         making = self._making.get(name)
         row = await self._run(self._read, name)
@@ -205,12 +209,12 @@ class ResponseStore:
         raise InferEngineError("not_found", "There is no such response or chat completion: they are kept for an hour.")
 
     async def of_tenant(self, tenant: str, prefix: str) -> list[StoredResponse]:
-        """Return what a tenant has stored under ids that begin with `prefix`, the oldest first."""
+        """Return the records of a tenant whose ids begin with `prefix`, the oldest first."""
         rows = await self._run(self._read_all, tenant, prefix)
         return [_from_record(tenant, json.loads(record)) for record in rows]
 
     async def delete(self, response_id: str, tenant: str) -> StoredResponse:
-        """Forget it for good and end it, if it is being made here. Returns what it was. Raises not_found."""
+        """Delete a record, and cancel it if this worker makes it. Returns the record. Raises not_found."""
         stored = await self.get(response_id, tenant)
         await self._run(
             self._mark_deleted, stored.name
@@ -220,7 +224,7 @@ class ResponseStore:
         return stored
 
     def close(self) -> None:
-        """End what is being made in the background, and close the database. Any number of times."""
+        """Cancel what this worker makes in the background, and close the database. May be called repeatedly."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -232,7 +236,7 @@ class ResponseStore:
         self._thread.shutdown(wait=False)
 
     async def _run(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """The result of `work` in the store's thread, after all that was asked of it before."""
+        """Return the result of `work`, run in the store's thread after all earlier calls."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     # -- in the thread -----------------------------------------------------------------------------------------------
@@ -251,16 +255,16 @@ class ResponseStore:
             self._connection.close()
 
     def _read(self, name: tuple[str, str]) -> tuple[str | None] | None:
-        """The row of a response; None where there is none."""
+        """Return the row of a response, or None."""
         row: tuple[str | None] | None = self._database().execute(READ, name).fetchone()
         return row
 
     def _read_all(self, tenant: str, prefix: str) -> list[str]:
-        """The records of a tenant whose ids begin with `prefix`."""
+        """Return the records of a tenant whose ids begin with `prefix`, the oldest first."""
         return [record for (record,) in self._database().execute(READ_ALL, (tenant, f"{prefix}*"))]
 
     def _append(self, name: tuple[str, str], items: list[dict[str, Any]]) -> None:
-        """Read, add and write as one transaction."""
+        """Append to a conversation: read, add and write in one transaction."""
 
         def add(database: sqlite3.Connection) -> None:
             row = database.execute(READ, name).fetchone()
@@ -310,7 +314,7 @@ class ResponseStore:
         self._transact(lambda database: database.execute(statement, values))
 
     def _transact(self, work: Callable[[sqlite3.Connection], object]) -> None:
-        """Run it, and remove what exceeds the bounds then, as one transaction."""
+        """Run `work`, then remove what exceeds the bounds, in one transaction."""
         database = self._database()
         database.execute("BEGIN IMMEDIATE")
         try:
@@ -329,7 +333,7 @@ class ResponseStore:
 
 
 def _connect(path: str) -> sqlite3.Connection:
-    """Nothing has to survive the machine: no write waits for a disk."""
+    """Open the database so that no write waits for a disk: nothing has to survive a crash of the machine."""
     database = sqlite3.connect(path, timeout=LOCK_WAIT_S, isolation_level=None)
     database.execute("PRAGMA synchronous = OFF")
     return database
@@ -346,7 +350,7 @@ def _to_record(stored: StoredResponse) -> dict[str, Any]:
 
 
 def _from_record(tenant: str, record: dict[str, Any]) -> StoredResponse:
-    """One whose worker died while it was made has failed with it."""
+    """Convert a stored record. A response counts as failed if the worker that made it has died."""
     request_id = bytes.fromhex(record["request_id"])
     stored = StoredResponse(tenant, record["items"], record["document"], request_id, record["has_events"])
     if stored.unfinished and not is_alive(record["process"]):
@@ -356,8 +360,10 @@ def _from_record(tenant: str, record: dict[str, Any]) -> StoredResponse:
 
 
 def make_database(parent: Path | None = None) -> Path:
-    """An empty database for the stores of this process's workers, in a folder of mode 0700. Removes those of processes
-    that are gone."""
+    """Make an empty database for this process's workers, in a folder of mode 0700, and return its path.
+
+    Removes the databases of processes that are gone.
+    """
     if parent is None:
         parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     own_prefix = f"{FOLDER_PREFIX}{os.getuid()}-"
@@ -374,12 +380,12 @@ def make_database(parent: Path | None = None) -> Path:
 
 
 def remove_database(path: Path) -> None:
-    """With its folder."""
+    """Remove a database with its folder."""
     shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process of this user runs under that id."""
+    """Return whether a process of this user has that id."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -412,7 +418,7 @@ class EventLog:
         self._changed = asyncio.Event()
 
     def add(self, event: bytes) -> None:
-        """Append the next event. Its number is that of its place."""
+        """Append the next event. Its number is its index."""
         self._events.append(event)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -422,13 +428,13 @@ class EventLog:
             self._timer = asyncio.get_running_loop().call_later(WRITE_EVERY_S, self._write)
 
     def close(self) -> None:
-        """Write what has not been written."""
+        """Write the events that are not in the store yet."""
         if self._timer is not None:
             self._timer.cancel()
         self._write()
 
     async def read(self, first: int) -> AsyncIterator[bytes]:
-        """Yield the events from number `first` to the last one, as they come."""
+        """Yield the events from number `first` to the last one, as they are made."""
         while True:
             changed, events = self._changed, self._events[first:]
             first += len(events)
@@ -448,7 +454,7 @@ class EventLog:
 
 
 async def read_events(store: ResponseStore, stored: StoredResponse, first: int) -> AsyncIterator[bytes]:
-    """Yield the events of a stored response from number `first` on, whichever worker makes it, to the last."""
+    """Yield the events of a stored response from number `first` to the last one, whichever worker makes it."""
     if isinstance(stored.log, EventLog):
         async for event in stored.log.read(first):
             yield event

@@ -1,9 +1,9 @@
-"""OpenAI's Responses API for text and the client's own tools: create, whole, streamed or in the background; read again,
-read on, cancel, delete.
+"""Serve OpenAI's Responses API, for text and the client's own tools: create, retrieve, resume, cancel and delete.
 
-A body becomes one of the chat API; `previous_response_id` and `conversation` put what was said before it. The answer is
-an object with output items, or the events that build it up. Items come in the order in which the model writes:
-reasoning, messages, function calls. Every event carries a number, so that a client can tell whether it has missed one.
+A response is returned whole, streamed, or made in the background. Its body is converted to one of the chat API;
+`previous_response_id` and `conversation` put earlier items before it. The answer is an object with output items, or the
+events that build it up. Items come in the order in which the model writes them: reasoning, messages, function calls.
+Every event has a number, so that a client can tell whether it has missed one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CANCEL_S = 10.0
 
 
 def with_own_names(endpoint: RouteHandler) -> RouteHandler:
-    """Let errors name fields as the Responses API calls them."""
+    """Wrap a route so that its errors name fields as the Responses API does."""
 
     @wraps(endpoint)
     async def wrapped(request: Request) -> Response:
@@ -75,8 +75,7 @@ def with_own_names(endpoint: RouteHandler) -> RouteHandler:
 
 
 class Asked(NamedTuple):
-    """A body, read. `before`: the items of the conversation so far, `items`: the request's own, `chat`: the body of the
-    chat API that both make."""
+    """A request that was read. `before`: the conversation so far. `items`: its own. `chat`: both as a chat body."""
 
     fields: ResponsesFields
     before: list[ResponseItem]
@@ -88,7 +87,7 @@ class Asked(NamedTuple):
 
 @with_own_names
 async def create(request: Request) -> Response:
-    """OpenAI's Responses: whole, as events, or in the background."""
+    """Create a response: whole, as events, or in the background."""
     service: HttpState = request.app.state.service
     store, tenant = service.responses, tenant_of(request.scope)
     body = await read_json(request, service.config.http.max_body_bytes)
@@ -122,7 +121,7 @@ async def create(request: Request) -> Response:
 
 @with_own_names
 async def input_tokens(request: Request) -> Response:
-    """The tokens that the prompt of /v1/responses would have."""
+    """Count the tokens that the prompt of /v1/responses would have."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     asked = await _read(service, body, tenant_of(request.scope))
@@ -133,7 +132,7 @@ async def input_tokens(request: Request) -> Response:
 
 
 async def get(request: Request) -> Response:
-    """A stored response; `?stream=true` its events, from `starting_after` on."""
+    """Return a stored response; with `?stream=true` its events, from `starting_after` on."""
     service: HttpState = request.app.state.service
     stored = await _stored(request)
     if request.query_params.get("stream") != "true":
@@ -148,12 +147,12 @@ async def get(request: Request) -> Response:
 
 
 async def input_items(request: Request) -> Response:
-    """The items that a stored response answers, those of the conversation before it included."""
+    """List the input items of a stored response, including those of the conversation before it."""
     return JsonBytes(page((await _stored(request)).items, request.query_params, order="desc"))
 
 
 async def cancel(request: Request) -> Response:
-    """End a response that is made in the background; one that has ended stays as it is."""
+    """Cancel a response that is made in the background; one that has ended stays as it is."""
     service: HttpState = request.app.state.service
     stored = await _stored(request)
     if not stored.document.get("background"):
@@ -167,7 +166,7 @@ async def cancel(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Forget a stored response."""
+    """Delete a stored response."""
     service: HttpState = request.app.state.service
     stored = await _stored(request)
     await service.responses.delete(stored.name[1], stored.tenant)
@@ -201,7 +200,7 @@ async def _read(service: HttpState, body: dict[str, Any], tenant: str) -> Asked:
 
 
 async def _before(store: ResponseStore, tenant: str, name: str) -> list[ResponseItem]:
-    """What a stored response answers, and what it says."""
+    """Return the input and output items of a stored response: the conversation before the next one."""
     try:
         stored = await store.get(name, tenant)
     except InferEngineError as error:
@@ -215,7 +214,7 @@ async def _before(store: ResponseStore, tenant: str, name: str) -> list[Response
 
 
 def _stream(service: HttpState, stored: StoredResponse, first: int) -> Response:
-    """The events of a response that is made in the background. Nothing happens to it when a reader leaves."""
+    """Stream the events of a response that is made in the background. It goes on when the reader disconnects."""
     response = EventSourceResponse(
         read_events(service.responses, stored, max(0, first)),
         ping=service.config.http.keep_alive_s,
@@ -229,7 +228,7 @@ def _stream(service: HttpState, stored: StoredResponse, first: int) -> Response:
 async def _in_background(
     service: HttpState, generation: RequestOutput, format: ResponsesFormat, stored: StoredResponse, log: EventLog | None
 ) -> Response:
-    """Answer at once; the response is made when the engine gets to it, whether anybody asks for it or not."""
+    """Start a response in the background and answer at once. It is made whether or not anybody retrieves it."""
     try:
         await generation.accepted()
     except InferEngineError:
@@ -276,7 +275,7 @@ async def _make_events(generation: RequestOutput, format: ResponsesFormat) -> No
 
 
 async def _cancel_elsewhere(service: HttpState, stored: StoredResponse) -> None:
-    """Another worker makes it: end it in the engine, and wait until that worker has heard of it."""
+    """Cancel a response that another worker makes: in the engine, then wait until that worker has stored its end."""
     service.engines.cancel_request(stored.request_id)
     until_s = time.monotonic() + CANCEL_S
     while stored.unfinished and time.monotonic() < until_s:
@@ -285,12 +284,12 @@ async def _cancel_elsewhere(service: HttpState, stored: StoredResponse) -> None:
 
 
 async def _no_disconnect() -> Message:
-    """Wait for ever: a response made in the background has no connection whose end would end it."""
+    """Stand in for ASGI's receive and never return: a response in the background has no client to disconnect."""
     return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
 def _envelope(body: dict[str, Any], asked: Asked, chat: ChatRequest) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """Return the fields of a response that repeat its request."""
     label, fields, conversation = chat.options.label, asked.fields, asked.conversation
     own = len(label) == 32 and all(character in "0123456789abcdef" for character in label)
     return {
@@ -347,7 +346,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 def to_chat(
     body: dict[str, Any], fields: ResponsesFields, tools: ResponseTools, messages: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Make the chat request of `messages`, those of `input` and of the conversation before it."""
+    """Convert a body to one of the chat API. `messages`: those of the conversation so far and of `input`."""
     system = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
     chat: dict[str, Any] = {name: body[name] for name in PASSED_ON if body.get(name) is not None}
     chat |= {"messages": [*system, *messages], "max_tokens": fields.max_output_tokens}
@@ -381,8 +380,11 @@ Keep = Callable[[dict[str, Any]], None]
 
 
 class ResponsesFormat:
-    """`envelope` has the fields of a response that its request decides; `keep` takes the finished object. `origins`:
-    the tools of the request by the names that the model was shown. `log` takes every event."""
+    """Writes a response as an object or as events, and stores it.
+
+    `envelope`: the fields that the request decides. `keep` is called with the finished object. `origins`: the request's
+    tools by the names that the model was shown. `log` gets every event of a response in the background.
+    """
 
     def __init__(
         self,
@@ -401,7 +403,7 @@ class ResponsesFormat:
         self._items: list[dict[str, Any]] = []
         self._arguments: list[str] = []  # of the last call
         self._open = False  # the last item is still being written
-        self._kind = ""  # of the last item; a call's has its number
+        self._kind = ""  # of the last item; that of a call includes its number
         self._number = 0  # of the next event
         self._rows: list[dict[str, Any]] = []  # log-probabilities of the open text
         self._finish_reason: str | None = None
@@ -500,7 +502,7 @@ class ResponsesFormat:
         return {"item_id": self._last["id"], "output_index": len(self._items) - 1}
 
     def _start_call(self, call: int, name: str, parts: list[bytes]) -> None:
-        """Open the item of a call. The input of a custom tool is told when the call is complete."""
+        """Start the item of a call. A custom tool's input is written when the call is complete."""
         origin = self._origins.get(name, Origin("function", name))
         fields: dict[str, Any] = {
             "call_id": self._chat.prompt.parser.call_id(self._response["id"], 0, call),
@@ -577,6 +579,6 @@ class ResponsesFormat:
 
 
 def failure(error: InferEngineError) -> dict[str, Any]:
-    """`error` of a response that failed."""
+    """Return `error` of a response that failed."""
     shown = error_object(error)
     return {"code": "server_error" if error.http_status >= 500 else shown["code"], "message": shown["message"]}

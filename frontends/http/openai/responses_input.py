@@ -1,6 +1,6 @@
-"""Items and tools of the Responses API: what a request brings, and what it is as messages and tools of chat.
+"""Read the items and tools of a Responses request, and convert them to messages and tools of the chat API.
 
-A `namespace` groups tools: each is a function named NAMESPACE__NAME for the model, and its calls are told with both
+A `namespace` groups tools: the model sees each as a function named NAMESPACE__NAME; its calls are reported with both
 names. A `custom` tool takes a text: for the model it is a function with one string, `input`. Tools that OpenAI runs on
 its own servers, such as `web_search`, are left out where the model may choose, and refused where it must not.
 """
@@ -29,7 +29,7 @@ _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})i?\d{1,6}")
 
 
 def item_id(kind: str, response_id: str, index: int, *, of_input: bool = False) -> str:
-    """Return the id of a response's item. It has the response's in it, so that a reference to it can be looked up."""
+    """Return the id of a response's item. It contains the response's id, so that a reference can be resolved."""
     return f"{PREFIXES[kind]}_{response_id.partition('_')[2]}{'i' if of_input else ''}{index}"
 
 
@@ -58,7 +58,7 @@ async def read_items(value: Any, lookup: FindItem) -> list[ResponseItem]:
 
 
 def lookup_in(store: ResponseStore, tenant: str) -> FindItem:
-    """Find items of stored responses, of their input or their output, by id."""
+    """Return a function that finds input and output items of stored responses by id."""
 
     async def lookup(name: str) -> ResponseItem | None:
         found = _ITEM_ID.fullmatch(name)
@@ -115,7 +115,7 @@ def _add_item(item: ResponseItem, messages: list[dict[str, Any]], path: str) -> 
 
 
 def _content(content: Any, path: str) -> Any:
-    """Text, or parts that the chat API checks; a refusal in the history is what was said."""
+    """Return a content as the chat API has it: text or parts. A refusal in the history counts as text."""
     if not isinstance(content, str | list):
         raise InvalidRequest(path, "must be a string or a list of parts")
     if isinstance(content, str):
@@ -152,8 +152,8 @@ class Origin(NamedTuple):
 
 
 class ResponseTools(NamedTuple):
-    """`definitions`: what the model is shown, as chat has it. `origins`: by the name shown. `tools`: those of the
-    request that it can call."""
+    """The tools of a request. `definitions`: as chat tools, for the model. `origins`: by the name that the model sees.
+    `tools`: those of the request that can be called."""
 
     definitions: list[dict[str, Any]]
     origins: dict[str, Origin]
@@ -161,7 +161,7 @@ class ResponseTools(NamedTuple):
 
 
 def read_response_tools(tools: Any, choice: Any) -> ResponseTools:
-    """Read `tools`. Raises InvalidRequest naming the place."""
+    """Read `tools`. Raises InvalidRequest naming the tool at fault."""
     if tools is None:
         return ResponseTools([], {}, [])
     if not isinstance(tools, list):
@@ -185,7 +185,7 @@ def read_response_tools(tools: Any, choice: Any) -> ResponseTools:
 
 
 def read_response_choice(choice: Any) -> Any:
-    """Return `tool_choice` as chat has it."""
+    """Convert `tool_choice` to that of the chat API."""
     if not isinstance(choice, dict):
         if choice not in (None, "none", "auto", "required"):
             raise InvalidRequest("tool_choice", 'must be none, auto, required or {"type": "function", "name"}')
@@ -205,7 +205,7 @@ def read_response_choice(choice: Any) -> Any:
 
 
 def shown_name(item: dict[str, Any]) -> Any:
-    """Return the name of a tool or of a call as the model is shown it."""
+    """Return the name of a tool, or of a call, that the model sees."""
     name, namespace = item.get("name"), item.get("namespace")
     return f"{namespace}{SEPARATOR}{name}" if isinstance(namespace, str) and isinstance(name, str) else name
 

@@ -1,4 +1,4 @@
-"""Chat completions that were asked for with `store`: kept as responses are, listed, read again, changed and deleted."""
+"""Serve chat completions that were created with `store`: list, retrieve, update and delete them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PAGE = 20
 
 
 class KeepingFormat:
-    """Another format, and at the end the whole answer into the store, whether it was streamed or not."""
+    """Wraps another format and stores the whole answer at its end, whether it was streamed or not."""
 
     def __init__(self, format: Format, store: ResponseStore, kept: StoredResponse) -> None:
-        """`kept`: its document has what the answer itself does not say, such as metadata."""
+        """`kept`: the record to complete and store; its document has what the answer lacks, such as metadata."""
         self._format = format
         self._store = store
         self._kept = kept
@@ -60,7 +60,7 @@ class KeepingFormat:
 
 
 async def get(request: Request) -> Response:
-    """A stored chat completion."""
+    """Return a stored chat completion."""
     return JsonBytes((await _stored(request)).document)
 
 
@@ -70,7 +70,7 @@ async def update(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Forget a stored chat completion."""
+    """Delete a stored chat completion."""
     service: HttpState = request.app.state.service
     stored = await _stored(request)
     await service.responses.delete(stored.document["id"], stored.tenant)
@@ -78,7 +78,7 @@ async def delete(request: Request) -> Response:
 
 
 async def messages(request: Request) -> Response:
-    """The messages that a stored chat completion answers."""
+    """List the input messages of a stored chat completion."""
     stored = await _stored(request)
     name = stored.document["id"]
     shown = [{"content": None, **message, "id": f"{name}-{place}"} for place, message in enumerate(stored.items)]
@@ -86,7 +86,7 @@ async def messages(request: Request) -> Response:
 
 
 async def listing(request: Request) -> Response:
-    """The stored chat completions, filtered by `model` and `metadata[…]`."""
+    """List the stored chat completions, filtered by `model` and `metadata[…]`."""
     service: HttpState = request.app.state.service
     stored = await service.responses.of_tenant(tenant_of(request.scope), PREFIX)
     query = request.query_params
@@ -101,7 +101,7 @@ async def listing(request: Request) -> Response:
 
 
 async def replace_metadata(request: Request, find: Callable[[Request], Awaitable[StoredResponse]]) -> Response:
-    """Replace the `metadata` of what the request is about, as `find` finds it in the store."""
+    """Replace the `metadata` of the record that `find` returns for the request."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     metadata = read_fields(MetadataFields, body).metadata
@@ -113,8 +113,10 @@ async def replace_metadata(request: Request, find: Callable[[Request], Awaitable
 
 
 def page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str], *, order: str) -> dict[str, Any]:
-    """One page of a list in OpenAI's shape: `limit`, `after` and `order` of the query; `order` is the default. Raises
-    InvalidRequest."""
+    """Return one page of a list in OpenAI's format, by `limit`, `after` and `order` of the query.
+
+    `order`: the default order. Raises InvalidRequest.
+    """
     limit, order = query.get("limit", str(PAGE)), query.get("order", order)
     if not limit.isdecimal() or not 1 <= int(limit[:5]) <= MAX_PAGE:
         raise InvalidRequest("limit", f"must be a whole number from 1 to {MAX_PAGE}")

@@ -1,4 +1,4 @@
-"""Operators' routes: pause and resume, abort, profile, reset the cache, load and unload adapters, reload keys.
+"""Serve operators: pause and resume, abort, profile, reset the cache, load and unload adapters, reload keys.
 
 AuthMiddleware asks for an admin's key before any of them.
 """
@@ -22,7 +22,7 @@ from inferengine.wire.messages import DRAINING
 
 
 async def profile(request: Request) -> Response:
-    """`?steps=N&wait_s=S`: answered when so many steps ran, or with those of that time, as a file compressed by gzip.
+    """Record N steps, or those of S seconds (`?steps=N&wait_s=S`); the answer is a trace compressed by gzip.
     `?engine=NAME` where there are several."""
     client = _engine(request.app.state.service, request.query_params.get("engine", ""))
     arguments = {
@@ -55,7 +55,7 @@ def _number(name: str, text: str) -> int | float:
 
 
 async def pause(request: Request) -> Response:
-    """Take no more requests; what runs goes on. `?wait=true`: answered when it has ended."""
+    """Refuse new requests; running ones go on. `?wait=true`: answer when they have ended."""
     service: HttpState = request.app.state.service
     results = await _all(service, "drain", exit=False)
     if request.query_params.get("wait") == "true":
@@ -68,34 +68,34 @@ async def pause(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
-    """Take requests again."""
+    """Accept requests again."""
     return JsonBytes({"status": "resumed", "engines": await _all(request.app.state.service, "resume")})
 
 
 async def is_paused(request: Request) -> Response:
-    """Whether all engines refuse new requests."""
+    """Return whether all engines refuse new requests."""
     states = [item.state for item in request.app.state.service.engines.health() if item.connected]
     return JsonBytes({"is_paused": bool(states) and all(state == DRAINING for state in states)})
 
 
 async def abort_requests(request: Request) -> Response:
-    """End every request, whoever sent it, with `abort`."""
+    """End all requests of all clients with `abort`."""
     return JsonBytes({"status": "aborted", "engines": await _all(request.app.state.service, "cancel_all")})
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget every cached prefix that no running request holds."""
+    """Drop all cached prefixes that no running request holds."""
     return JsonBytes({"status": "reset", "engines": await _all(request.app.state.service, "flush")})
 
 
 async def load_adapter(request: Request) -> Response:
-    """`{lora_name}`: a sub-folder of the engine's `model.adapters`. Answered when requests may name it as `model`."""
+    """Load an adapter: `lora_name` is a sub-folder of the engine's `model.adapters`. Answers when it can be used."""
     service, name = request.app.state.service, await _adapter_name(request)
     return JsonBytes({"status": "loaded", "engines": await _all(service, "load_adapter", name=name)})
 
 
 async def unload_adapter(request: Request) -> Response:
-    """`{lora_name}`: refuse new requests with it; what runs with it runs on."""
+    """Unload the adapter `lora_name`: new requests with it are refused, running ones go on."""
     service, name = request.app.state.service, await _adapter_name(request)
     return JsonBytes({"status": "unloaded", "engines": await _all(service, "unload_adapter", name=name)})
 

@@ -1,4 +1,4 @@
-"""Routes that other servers made known: their fields, status codes and words, greedy unless a request says otherwise.
+"""Serve routes of other servers, with their fields, status codes and messages; greedy by default.
 
 POST /v1/generate: a prompt in, a text of exactly max_new_tokens tokens out. POST /generate answers with the prompt and
 its continuation. POST /infer/v1/completions draws with the model's defaults and answers with events of its own.
@@ -37,9 +37,10 @@ from inferengine.fields import FieldError, read
 
 
 async def generate(request: Request) -> Response:
-    """`prompt` to exactly `max_new_tokens` tokens, greedy unless asked otherwise.
+    """Continue `prompt` by exactly `max_new_tokens` tokens; greedy by default.
 
-    400 past the model's length, 422 for a field of the wrong type or range, 429 when no pool could hold it."""
+    400 beyond the model's length, 422 for a field of the wrong type or range, 429 when no KV cache could hold it.
+    """
     service: HttpState = request.app.state.service
     started = time.monotonic()
     body = await read_json(request, service.config.http.max_body_bytes)
@@ -95,7 +96,7 @@ INFER_FIELDS = frozenset(
 
 
 async def generate_text(request: Request) -> Response:
-    """`prompt` and `max_tokens`, both required, to the text with its prompt; greedy unless asked otherwise."""
+    """Return `prompt` with its continuation of at most `max_tokens`, both required; greedy by default."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()
@@ -131,7 +132,7 @@ async def generate_text(request: Request) -> Response:
 
 
 def _stop_sentence(output: Output) -> str:
-    """Why the output ended, in words."""
+    """Return why the output ended, in words."""
     match output.finish_reason, output.stop_reason:
         case "length", _:
             return f"The maximum of {output.choice.num_tokens} tokens was reached."
@@ -184,7 +185,7 @@ def _too_long_as_unprocessable(error: InferEngineError) -> InferEngineError:
 
 
 class InferFormat:
-    """Its events carry one token each, the ones without text of their own included."""
+    """Writes one event for each token, also for tokens without text."""
 
     def __init__(self) -> None:
         self._finish_reason: str | None = None

@@ -1,4 +1,4 @@
-"""Routes for operators, load balancers and dashboards: models, health, readiness, load, statistics, versions."""
+"""Serve operators, load balancers and dashboards: models, health, readiness, load, statistics, versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_PAGE = 1000  # models in one answer to Anthropic's clients
 
 
 async def models(request: Request) -> Response:
-    """What is served: the model and its LoRA adapters."""
+    """List what is served: the model and its LoRA adapters."""
     service: HttpState = request.app.state.service
     cards = _model_cards(service)
     if not _is_anthropic(request):
@@ -33,7 +33,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """One of them; 404 for any other name."""
+    """Return one served model; 404 for any other name."""
     service: HttpState = request.app.state.service
     card = next((card for card in _model_cards(service) if card["id"] == request.path_params["model"]), None)
     if card is None:
@@ -43,7 +43,7 @@ async def model(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """200 while an engine is connected whose loop turns, loading included; 503 otherwise."""
+    """Answer 200 while a connected engine makes progress, loading included; 503 otherwise."""
     service: HttpState = request.app.state.service
     engines = [_engine_health(service, item) for item in service.engines.health()]
     good = any(engine["healthy"] for engine in engines)
@@ -51,7 +51,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 when a request sent now would be taken; 503 with the reason otherwise."""
+    """Answer 200 when a request sent now would be accepted; 503 with the reason otherwise."""
     service: HttpState = request.app.state.service
     if service.draining:
         return _not_ready("this front end is draining")
@@ -66,17 +66,17 @@ async def ready(request: Request) -> Response:
 
 
 async def ping(request: Request) -> Response:
-    """200 as long as this front end runs, with or without an engine."""
+    """Answer 200 as long as this front end runs, with or without an engine."""
     return Response(b"", 200)
 
 
 async def version(request: Request) -> Response:
-    """Of the program and of the wire."""
+    """Return the versions of the program and of the wire."""
     return JsonBytes({"version": __version__, "protocol": [PROTOCOL_MAJOR, PROTOCOL_MINOR]})
 
 
 async def load(request: Request) -> Response:
-    """What runs and waits now, from the engines' last STATUS, and what this worker answers."""
+    """Return how many requests run and wait in the engines, by their last STATUS, and how many this worker answers."""
     service: HttpState = request.app.state.service
     running = waiting = 0
     for item in service.engines.health():
@@ -87,7 +87,7 @@ async def load(request: Request) -> Response:
 
 
 async def stats(request: Request) -> Response:
-    """The engine's live figures. With several engines: of all together, and of each under `engines`."""
+    """Return the engine's statistics; with several engines those of all together, and of each under `engines`."""
     service: HttpState = request.app.state.service
     document = await stats_document(service.engines)
     document.setdefault("config", service.config.resolved())
@@ -98,14 +98,14 @@ async def stats(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus text: the engines' own figures, then those of this front end's workers."""
+    """Return Prometheus text: the metrics of the engines, then those of this front end's workers."""
     service: HttpState = request.app.state.service
     text = await metrics_text(service.engines, service.metrics)
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
 def _model_cards(service: HttpState) -> list[dict[str, Any]]:
-    """Describe the model, then its LoRA adapters. While the engine is away: as it announced them last."""
+    """Describe the model, then its LoRA adapters; without an engine as they were announced last."""
     info = service.model.info
     card = {
         "id": info.name,
@@ -125,7 +125,7 @@ def _is_anthropic(request: Request) -> bool:
 
 
 def _anthropic_card(card: dict[str, Any]) -> dict[str, Any]:
-    """The same as Anthropic's clients read it."""
+    """Convert a model's description to Anthropic's format."""
     return {
         "type": "model",
         "id": card["id"],
@@ -142,7 +142,7 @@ def _anthropic_card(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def _page(cards: list[dict[str, Any]], query: Mapping[str, str]) -> tuple[list[dict[str, Any]], bool]:
-    """Anthropic's `limit`, `after_id` and `before_id`; and whether there are more in that direction."""
+    """Return a page by Anthropic's `limit`, `after_id` and `before_id`, and whether there are more beyond it."""
     limit = query.get("limit", "20")
     if not limit.isdecimal() or not 1 <= int(limit[:5]) <= MAX_PAGE:
         raise InvalidRequest("limit", f"must be a whole number from 1 to {MAX_PAGE}")

@@ -52,7 +52,7 @@ HEADERS = {
 
 
 async def index(request: Request) -> Response:
-    """This list of routes, and the address of the chat page."""
+    """List the routes, with the address of the chat page."""
     config: Config = request.app.state.service.config
     routes = list(_listed(request.app.routes))
     is_proxied = not _PROXY_HEADERS.isdisjoint(request.headers)  # where the chat page is from there is not known here
@@ -84,7 +84,7 @@ def chat_address(config: Config, host: str) -> str | None:
 
 
 def _listed(routes: Iterable[Any]) -> Iterable[tuple[str, str, str]]:
-    """Method, path and the first line of what the endpoint says of itself."""
+    """Return method, path and the docstring's first line of each route."""
     for route in routes:
         if isinstance(route, Route):
             method = min((route.methods or {"GET"}) - {"HEAD"})
@@ -169,17 +169,17 @@ _REDOC = _PAGE.format(
 
 
 async def swagger(request: Request) -> Response:
-    """The API's reference as a page on which each route can be tried (Swagger UI)."""
+    """Show the API's reference as a page on which each route can be tried (Swagger UI)."""
     return Response(_SWAGGER, media_type="text/html; charset=utf-8", headers=DOCS_HEADERS)
 
 
 async def redoc(request: Request) -> Response:
-    """The API's reference as a page to read (Redoc)."""
+    """Show the API's reference as a page to read (Redoc)."""
     return Response(_REDOC, media_type="text/html; charset=utf-8", headers=DOCS_HEADERS)
 
 
 async def file(request: Request) -> Response:
-    """One file of these pages by its name."""
+    """Return one file of these pages by its name."""
     path = _FILES.get(request.path_params["file"])
     if path is None:
         return PlainTextResponse("There is no such file.", 404, headers=DOCS_HEADERS)

@@ -1,4 +1,4 @@
-"""POST /v1/rerank (as Cohere and Jina have it) and POST /v1/score (as vLLM has it): how well texts answer a query.
+"""Serve POST /v1/rerank (as Cohere and Jina) and POST /v1/score (as vLLM): score how well texts answer a query.
 
 Of a reranker that is a causal model (Qwen3-Reranker) the score of a pair is how much likelier it finds "yes" than "no"
 as the next token of a prompt that asks for it. Of any other model it is the cosine of the two texts' embeddings.
@@ -39,7 +39,7 @@ MOST_ALTERNATIVES = 20
 
 
 class Pair(NamedTuple):
-    """A query and a text, each with the name that the request has for it."""
+    """A query and a text, each with its name in the request."""
 
     query: str
     text: str
@@ -82,7 +82,7 @@ async def rerank(request: Request) -> Response:
 
 
 async def score(request: Request) -> Response:
-    """Score `text_1` with `text_2`: one with each of a list, or two lists of a length pair by pair."""
+    """Score `text_1` with `text_2`: one text with each of a list, or two lists of equal length pair by pair."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()
@@ -171,7 +171,7 @@ def _asks_yes_or_no(config: Config, served: ServedModel) -> bool:
 
 
 class Judgement(NamedTuple):
-    """How much likelier yes is than no: the probability of yes among the two."""
+    """The probability of "yes" relative to "yes" and "no"; the score of a pair."""
 
     score: float
     num_tokens: int
@@ -214,7 +214,7 @@ async def _yes_no_inputs(
 
 
 async def _logprobs(submission: Submission) -> tuple[dict[int, float], int]:
-    """The log-probabilities of the drawn token and of the likeliest, and the length of the prompt."""
+    """Return log-probabilities of the drawn token and the likeliest ones, by token id, and the prompt's length."""
     deltas = [delta async for delta in submission.streams[0]]
     await submission.accepted()  # a refusal says more than the end of the stream
     finish = deltas[-1].finish if deltas else None

@@ -1,4 +1,4 @@
-"""GET and DELETE /v1/streams/{id}: read a detached request on, after any front end's death, or end it."""
+"""Serve GET and DELETE /v1/streams/{id}: resume the stream of a detached request at any front end, or cancel it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from inferengine.errors import InferEngineError
 
 
 async def read_stream(request: Request) -> Response:
-    """What the POST would have answered, from `Last-Event-ID` on. Its request is replayed against the engine's log."""
+    """Resume a detached stream after `Last-Event-ID`: the rest of the answer to its POST."""
     service: HttpState = request.app.state.service
     text = request.path_params["id"]
     state = StreamState(read_stream_id(text), read_position(request.headers.get("last-event-id"), text))
@@ -36,7 +36,7 @@ async def read_stream(request: Request) -> Response:
 
 
 async def cancel_stream(request: Request) -> Response:
-    """End it in the engine. Readers see their choices end with `abort`."""
+    """Cancel a detached request. For its readers the choices end with `abort`."""
     service: HttpState = request.app.state.service
     state = StreamState(read_stream_id(request.path_params["id"]), read_position(None, ""))
     note = await _metadata_of(service, request, state)
@@ -46,7 +46,7 @@ async def cancel_stream(request: Request) -> Response:
 
 
 async def _metadata_of(service: HttpState, request: Request, state: StreamState) -> RequestMetadata:
-    """Raises not_found for a stream that no engine has, or that is another tenant's."""
+    """Return a stream's metadata. Raises not_found for a stream that no engine has, or of another tenant."""
     key: ApiKey = request.scope.get("api_key", ANYBODY)
     log = service.registry.resume(state.id, 1, detached=True, context_ids=())
     known = False
@@ -70,7 +70,7 @@ def _num_prompts(note: RequestMetadata, most_body_bytes: int) -> int:
 
 
 class _Replay:
-    """The kept body, then whatever the real connection says."""
+    """Stands in for ASGI's receive: the stored body, then the messages of the real connection."""
 
     def __init__(self, request: Request, body: bytes) -> None:
         self._request = request

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them."""
+"""Serve POST /tokenize and /detokenize, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PART_TOKENS = 5000
 
 
 async def tokenize(request: Request) -> Response:
-    """`prompt`, or `messages` through the chat template, as token ids."""
+    """Tokenize `prompt`, or `messages` by the chat template."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.model.get()
@@ -47,7 +47,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """`tokens` as a text, special tokens included unless `skip_special_tokens` says otherwise."""
+    """Decode `tokens` to text, with special tokens unless `skip_special_tokens` is set."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.model.get()
@@ -62,7 +62,7 @@ async def detokenize(request: Request) -> Response:
 
 
 def _document(head: dict[str, int], token_ids: Sequence[int], tokenizer: Tokenizer | None) -> Iterator[bytes]:
-    """The answer in parts that take a millisecond or two each."""
+    """Write the answer in parts that take a millisecond or two each, so that other requests run in between."""
     yield dumps(head)[:-1] + b',"tokens":['
     yield from _items(token_ids)
     if tokenizer is None:
