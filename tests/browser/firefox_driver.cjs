@@ -48,8 +48,8 @@ const commands = {
     try {
       await page.waitForFunction(condition, { timeout: WAIT_MS });
     } catch (error) {
-      const shown = await page.evaluate("[document.body.className, document.body.innerText.slice(-1500)].join(': ')");
-      throw new Error(`${error}; console: ${problems.join(" / ") || "nothing"}; the page shows ${shown}`);
+      const shown = await page.evaluate("[document.body.className, document.body.innerText.replace(/^.+(?=.{1500}$)/s, '… ')].join(': ')");
+      throw new Error(`${error}; console: ${problems.join(" / ") || "nothing"}; the page shows at its end ${shown}`);
     }
   },
 };

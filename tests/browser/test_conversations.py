@@ -29,9 +29,10 @@ def server(shared_engine):
 
 @pytest.fixture
 def engine(shared_engine):
-    """The module's engine, with nothing asked yet."""
+    """The module's engine, with nothing asked yet. What a failed test held goes on after it."""
     shared_engine.submits.clear()
-    return shared_engine
+    yield shared_engine
+    shared_engine.release()
 
 
 def open_tab(page):

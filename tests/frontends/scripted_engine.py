@@ -94,17 +94,18 @@ class Output:
         script = self.script
         return self.ended is not None or (script.stop_after is not None and len(self.token_ids) >= script.stop_after)
 
-    def advance(self, now: float) -> None:
-        """Append what is due at `now`."""
+    def advance(self, now: float) -> bool:
+        """Append what is due at `now`. Returns whether anything was."""
         script, start = self.script, len(self.token_ids)
         if self.is_silent or self.next_s > now:
-            return
+            return False
         self.next_s = now + script.pause_s
         self.token_ids += script.token_ids[start : start + script.chunk][
             : script.stop_after and script.stop_after - start
         ]
         if len(self.token_ids) == len(script.token_ids):
             self.ended = (script.reason, script.detail)
+        return True
 
     def done(self, stream: int) -> Done:
         """The terminal row, for a subscriber that calls it `stream`."""
@@ -241,11 +242,12 @@ class ScriptedEngine:
         self._in_its_thread(announce)
 
     def hold(self) -> None:
-        """Give no tokens from now on but those that `release` allows."""
-        self.held = True
+        """Give no tokens from now on but those that `release` allows from now on."""
+        with self._lock:
+            self.held, self._allowed = True, 0
 
     def release(self, num_steps: int = 10**9) -> None:
-        """So many more steps that give tokens; they wait for a request that has not come yet."""
+        """So many more steps; they wait for a request that has not come yet. Only a step that gives tokens counts."""
         with self._lock:
             self._allowed += num_steps
 
@@ -423,13 +425,13 @@ class ScriptedEngine:
             self._late_accepts.clear()
         if not self._may_step:
             return
-        self._allowed -= self.held and self.num_running > 0
-        now = time.monotonic()
+        now, has_output = time.monotonic(), False
         for job in self._jobs.values():
             for output in job.outputs:
                 before = len(output.token_ids)
-                output.advance(now)
+                has_output |= output.advance(now)
                 self._num_tokens += len(output.token_ids) - before
+        self._allowed -= self.held and has_output
 
     def _flush(self) -> None:
         """One STEP for each peer with news."""
