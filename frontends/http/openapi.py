@@ -503,6 +503,7 @@ class ModelAnswer(msgspec.Struct):
     created: int
     owned_by: str
     implementation: str
+    without: list[str]
 
 
 class Models(msgspec.Struct):

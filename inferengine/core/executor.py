@@ -157,6 +157,7 @@ class Capacity(NamedTuple):
     embedding_size: int = 0  # values of an embedding; 0: this executor makes none
     max_forced_rows: int = 0  # with more rows, a forced token costs as much in a step of its own; 0: never
     has_draft_model: bool = False  # whether it can make draft tokens itself (StepPlan.device_drafts)
+    has_states: bool = False  # beside its KV a slot has a state, of its latest token alone: no block holds it
 
 
 class DeviceLost(RuntimeError):

@@ -38,6 +38,7 @@ from typing import NamedTuple, Protocol
 from inferengine.core.executor import Capacity
 from inferengine.core.kv_cache import KVCacheManager
 from inferengine.core.sequence import Sequence
+from inferengine.errors import ConfigError
 
 # -- proposers ---------------------------------------------------------------------------------------------------------
 
@@ -203,7 +204,13 @@ PROPOSERS: dict[str, Callable[[], Proposer | None]] = {
 
 
 def speculation_method(method: str, capacity: Capacity) -> str:
-    """Resolve `speculation.method`: `auto` is `draft` if the executor has loaded a draft model, else `none`."""
+    """Resolve `speculation.method`: `auto` is `draft` if the executor has loaded a draft model, else `none`. Raises
+    ConfigError where the model's states cannot be taken back when a draft token was wrong."""
+    if capacity.has_states and method not in ("auto", "none"):
+        raise ConfigError(
+            "speculation.method",
+            "the model keeps states, which cannot be taken back after a wrong draft: set it to none",
+        )
     if method == "auto":
         return "draft" if capacity.has_draft_model else "none"
     return method

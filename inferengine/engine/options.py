@@ -11,6 +11,8 @@ from inferengine.errors import ConfigError
 
 # With how many running sequences draft tokens are still proposed, by whether speculation.method is `auto`.
 MAX_RUNNING = {True: 2, False: 16}
+# What models cannot use that keep a state of every request.
+UNUSED_WITH_STATES = ("prefix_caching", "speculation", "swap")
 # The default of scheduler.itl_target_ms: docs/performance.md says how these were chosen.
 ITL_TARGET_S = 0.060
 ITL_TARGET_FACTOR = 3.0
@@ -22,6 +24,8 @@ def scheduler_options(config: Config, capacity: Capacity, *, is_service: bool = 
     scheduler, cache = config.scheduler, config.cache
     if scheduler.preemption == "swap" and not cache.swap_gib:
         raise ConfigError("cache.swap_gib", "must be above 0 where scheduler.preemption is swap")
+    if scheduler.preemption == "swap" and capacity.has_states:
+        raise ConfigError("scheduler.preemption", "the model keeps states, which are not swapped: set it to preempt")
     contiguous = cache.layout == "contiguous"
     if contiguous and max(group.num_blocks for group in capacity.groups) * capacity.block_size < capacity.max_model_len:
         raise ConfigError("cache.layout", "contiguous needs room for one sequence of model.max_model_len tokens")
@@ -38,7 +42,7 @@ def scheduler_options(config: Config, capacity: Capacity, *, is_service: bool = 
         max_num_decodes=scheduler.max_num_decodes,
         itl_target_s=itl_target_s,
         itl_target_factor=itl_target_factor,
-        prefix_caching=cache.prefix_caching and not contiguous,
+        prefix_caching=cache.prefix_caching and not contiguous and not capacity.has_states,
         eviction=cache.eviction,
         preemption=scheduler.preemption,
         watermark=cache.watermark,

@@ -47,6 +47,8 @@ def read_draft_config(folder: Path, target: DecoderConfig, max_model_len: int) -
     config, _ = registry.read_model_config(folder)
     if config.vocab_size != target.vocab_size:
         raise ConfigError(KEY, f"has {config.vocab_size} tokens in its vocabulary, the model has {target.vocab_size}")
+    if config.states:
+        raise ConfigError(KEY, "keeps a state of every request, which cannot be taken back: choose another draft")
     if config.max_position < max_model_len:
         raise ConfigError(KEY, f"was made for {config.max_position} tokens, model.max_model_len is {max_model_len}")
     if config.group_windows != (None,) or target.group_windows[0] is not None:

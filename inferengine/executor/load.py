@@ -53,6 +53,12 @@ def load_model(
             settings.folder.name,
             config.implementation,
         )
+    if config.states:
+        logger.warning(
+            "%s keeps a state of every request, which no block of the KV cache holds: prefixes are not cached, tokens "
+            "are not drafted, and a preempted request is computed again",
+            settings.folder.name,
+        )
     dtype = settings.compute_dtype(config)
     weight_map = family.weight_map(whole)
     with torch.device("meta"):
@@ -91,6 +97,7 @@ def load_model(
         bank = AdapterBank(
             model, num_slots=settings.max_num_seqs, device=settings.device, dtype=dtype, communicator=communicator
         )
+        model.bind_adapters(bank.part)
         adapters = _load_adapters(settings, settings.adapters_folder, model, weight_map, bank)
     if communicator is not None:
         if not settings.deterministic:  # its sums and norms may not depend on how many rows there are

@@ -22,9 +22,9 @@ from inferengine.executor.cpu_step import Threads, forward_on_cpu
 from inferengine.executor.cuda_graphs import DecodeGraphs, MixedGraphs, MixedShape
 from inferengine.executor.draft_model import DraftModel
 from inferengine.executor.load import LoadedModel, load_draft_model, load_model
-from inferengine.executor.memory.kv_cache import KVCache
+from inferengine.executor.memory.kv_cache import KVCache, zeros
 from inferengine.executor.memory.measure import size_cache, swap_times
-from inferengine.executor.memory.plan import context_length
+from inferengine.executor.memory.plan import context_length, device_memory, with_states
 from inferengine.executor.sampler import Pooling, StepDraws, StepPromptLogprobs
 from inferengine.executor.settings import ExecutorSettings, executor_settings
 from inferengine.executor.slots import Slots, columns_of, make_batch
@@ -84,6 +84,7 @@ class TorchExecutor:
         self.model, self.dtype = loaded.model, loaded.dtype
         self.quantization, self.adapters = loaded.quantization, loaded.adapters
         self.implementation = "" if self.config.implementation == "native" else self.config.implementation
+        settings = self.settings = with_states(settings, self.config, device_memory(self.device))
         self.threads = Threads(self.config, settings.threads) if self.device.type == "cpu" else None
         max_model_len = context_length(settings, self.config)
         self.tuned = tune(settings, self.model, self.dtype, max_model_len, progress)
@@ -104,6 +105,7 @@ class TorchExecutor:
             embedding_size=self.config.hidden_size,
             max_forced_rows=FORCED_ROWS_ON_CPU if settings.device.type == "cpu" else 0,
             has_draft_model=settings.draft_folder is not None,
+            has_states=bool(self.config.states),
         )
         if settings.draft_folder is not None:
             self.draft = load_draft_model(
@@ -126,6 +128,7 @@ class TorchExecutor:
         self.kv = KVCache(self.config, groups, settings.block_size, dtype, self.device)
         self.kv.bind(self.model, max_model_len)
         self._group_caches = self.kv.group_caches
+        self._bind_states()
         self.slots = Slots(
             num_slots=settings.max_num_seqs,
             max_model_len=max_model_len,
@@ -137,9 +140,16 @@ class TorchExecutor:
         self.decode_kv_cache = DecodeKvCache(len(self.kv.layers)) if self.device.type == "cpu" else None
         self.pooling = Pooling(self.slots.num_slots + 1, self.config.hidden_size, self.device)
 
+    def _bind_states(self) -> None:
+        """Allocate the states of all slots and bind them to the model. A row that begins its sequence reads none."""
+        rows, float32 = self.settings.max_num_seqs + 1, torch.float32
+        kinds = [(state.shape, float32 if state.is_float32 else self.dtype) for state in self.config.states]
+        self.model.bind_states([zeros((rows, *shape), dtype, self.device) for shape, dtype in kinds])
+
     def release(self) -> None:
-        """Drop the KV cache and the slots."""
+        """Drop the KV cache, the slots and the states."""
         del self.kv, self.slots, self._group_caches
+        self.model.bind_states([])
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
+from typing import NamedTuple
 
 from inferengine.kernels.experts import Gating
 from inferengine.layers.rotary import RopeConfig
@@ -54,6 +56,13 @@ class LatentConfig:
         return self.plain_dim + self.rotary_dim
 
 
+class StateTensor(NamedTuple):
+    """A tensor that a layer keeps of each running request beside keys and values: of a convolution or a recurrence."""
+
+    shape: tuple[int, ...]
+    is_float32: bool  # whatever the number format of the model's arithmetic
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """Shapes and constants of one checkpoint. Lengths in tokens; `windows[layer]` None means full attention."""
@@ -100,6 +109,7 @@ class DecoderConfig:
     dtype: str = "float32"  # of the checkpoint
     eos_token_ids: tuple[int, ...] = ()
     implementation: str = "native"  # whose layers compute the model: native | transformers
+    states: tuple[StateTensor, ...] = ()  # that no block of the KV cache holds
 
     @property
     def is_plain(self) -> bool:
@@ -161,3 +171,7 @@ class DecoderConfig:
     def kv_bytes_per_token(self, group: int, item_bytes: int) -> int:
         """Return the bytes of what the cache holds of one token in one group."""
         return self.kv_planes * self.layers_of(group) * self.num_kv_heads * self.head_dim * item_bytes
+
+    def state_bytes(self, item_bytes: int) -> int:
+        """Return the bytes of the states of one running request."""
+        return sum(prod(state.shape) * (4 if state.is_float32 else item_bytes) for state in self.states)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,6 +149,19 @@ class AdapterBank:
         self._of_row, self._of_token = of_row, of_row[token_row]
         self._token_adapters = torch.from_numpy(self._of_token).to(self.device)
         return True
+
+    @contextmanager
+    def part(self, tokens: torch.Tensor) -> Iterator[None]:
+        """Inside, products are of these tokens of the step, by their places in it."""
+        whole, masks = self._token_adapters, self._masks
+        if whole is None:
+            yield
+            return
+        self._token_adapters, self._masks = whole.index_select(0, tokens), {}
+        try:
+            yield
+        finally:
+            self._token_adapters, self._masks = whole, masks
 
     def expect_logits(self, rows: np.ndarray) -> None:
         """Set the rows of the step that the next logits [N, V] are of [N]."""

@@ -5,6 +5,8 @@ A WeightMap says as data where each tensor of a checkpoint goes in the model; `{
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,6 +17,8 @@ from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig, MoeConfig
 from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.models.hf_config import ConfigReader
+
+PartOfStep = Callable[[torch.Tensor], AbstractContextManager[None]]  # of the places of tokens in their step
 
 
 class DecoderModel(nn.Module):
@@ -37,6 +41,12 @@ class DecoderModel(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[N, E] rows of the residual stream -> [N, V]."""
         raise NotImplementedError
+
+    def bind_states(self, tensors: list[torch.Tensor]) -> None:
+        """Set the tensors [S, *shape] that hold, by slot, what DecoderConfig.states describes. Most have none."""
+
+    def bind_adapters(self, part: PartOfStep) -> None:
+        """Set what a model enters that computes some tokens of a step by themselves, where there are adapters."""
 
     def verify(self) -> None:
         """Check the model once its weights are loaded. Raises ConfigError."""

@@ -4,10 +4,11 @@ transformers builds the model from config.json, of classes that are part of tran
 run. Its attention goes through transformers' attention interface to PagedAttention, which writes and reads the paged KV
 cache. All tokens of a step are one row [1, T] with their own positions.
 
-That is exact for models whose tokens meet in that attention alone. What each layer asks of it (heads, scale, window) is
-recorded from a forward pass on `meta`, so nothing about a model is listed here. What the paged attention cannot compute
-is refused by name. `TransformersModel.verify` then checks on the loaded weights that tokens meet nowhere else, and that
-positions are those given: convolutions, recurrences and counted positions differ there.
+That is exact for models whose tokens meet in that attention alone, and in modules whose states are in transformers'
+cache (models/recurrent.py). What each layer asks of its attention (heads, scale, window) is recorded from a forward
+pass on `meta`, so nothing about a model is listed here. What the paged attention cannot compute is refused by name.
+`TransformersModel.verify` then checks on the loaded weights that tokens meet nowhere else, and that positions are those
+given.
 
 Linear layers become this engine's, for quantized weights and LoRA, and so do experts that are gated blocks: the model's
 own router chooses, `Ops.add_experts` multiplies. No CUDA graphs: the modules may wait for the device.
@@ -19,12 +20,14 @@ import functools
 import inspect
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -36,10 +39,13 @@ from inferengine.layers.attention import CachedAttention
 from inferengine.layers.decoder_config import DecoderConfig, MoeConfig
 from inferengine.layers.linear import Linear
 from inferengine.layers.moe import RoutedExperts
-from inferengine.models.decoder import DecoderModel, Target, WeightMap
+from inferengine.models.decoder import DecoderModel, PartOfStep, Target, WeightMap
 from inferengine.models.hf_config import ConfigReader, refused
 from inferengine.models.table import nearest
 from inferengine.models.weights import LAYER
+
+if TYPE_CHECKING:
+    from inferengine.models.recurrent import RecurrentStates, StatefulModules
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +59,7 @@ WITHOUT_EFFECT = frozenset((  # arguments that the attention may be passed
 # fmt: on
 FAR = (0, 1, 2, 7, 100, 5000, 100_003)  # positions at which a mask is compared with what it is taken for
 OWN_ATTENTION = "its attention does not use transformers' attention interface"
-POSITIONS = (5, 2, 9)  # of the tokens that `verify` computes together and alone
+TOKENS, POSITIONS = (7, 3, 11, 5), (5, 2, 9, 4)  # that `verify` computes together and apart
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}  # of `verify`, relative
 
 
@@ -185,8 +191,9 @@ def read_config(config: ConfigReader) -> TransformersConfig:
 def _read(text: str, dtype: str) -> TransformersConfig:
     theirs, model_class = _config_of(text)
     name = model_class.__name__
-    if getattr(model_class, "_is_stateful", False) and not _attends_everywhere(theirs):
-        raise _no_attention(name, "it keeps a state between tokens, as state-space models and linear attention do")
+    stateful = _has_states(theirs)
+    if getattr(model_class, "_is_stateful", False) and not stateful and not _attends_everywhere(theirs):
+        raise _no_attention(name, "it keeps a state between tokens that is not in transformers' cache")
     if _conversions(str(theirs.model_type)) is None:
         raise _no_attention(name, "transformers joins or divides tensors of its checkpoints")
     causal = _on_meta(text)
@@ -194,9 +201,16 @@ def _read(text: str, dtype: str) -> TransformersConfig:
     base = getattr(causal, prefix, None)
     if not isinstance(base, nn.Module) or "position_ids" not in inspect.signature(base.forward).parameters:
         raise _no_attention(name, "it takes no positions of tokens")
+    if stateful:
+        _to_bfloat16(base)  # which shows the states that are fp32 whatever the weights are
     blocks = _expert_modules(name, base)
-    calls, num_chosen = _record(name, base)
-    first = calls[0]
+    recording = _record(name, base)
+    calls = [call for _, call in recording.calls]
+    if not calls:
+        raise _no_attention(name, "it has no attention at all")
+    first, num_layers = calls[0], len(calls)
+    if stateful:
+        num_layers = int(getattr(theirs, "num_hidden_layers", num_layers))
     num_kv_heads = max(call.num_kv_heads for call in calls)  # layers with fewer hold each several times
     if any(num_kv_heads % call.num_kv_heads or call.num_heads % num_kv_heads for call in calls):
         raise _no_attention(name, "its layers differ in their number of KV heads, which do not divide each other")
@@ -206,7 +220,7 @@ def _read(text: str, dtype: str) -> TransformersConfig:
         vocab_size=int(causal.get_output_embeddings().weight.shape[0]),
         hidden_size=int(causal.get_output_embeddings().weight.shape[1]),
         intermediate_size=_widest(base),
-        num_layers=len(calls),
+        num_layers=num_layers,
         num_heads=max(call.num_heads for call in calls),
         num_kv_heads=num_kv_heads,
         head_dim=max(max(call.head_dim, call.value_dim) for call in calls),
@@ -217,11 +231,29 @@ def _read(text: str, dtype: str) -> TransformersConfig:
         tied_embeddings=causal.get_output_embeddings().weight is embedding,
         dtype=dtype,
         implementation="transformers",
-        moe=_moe_config(base, blocks, num_chosen, len(calls)),
+        moe=_moe_config(base, blocks, recording.num_chosen, num_layers),
+        states=() if recording.stateful is None else recording.stateful.tensors(),
         values=text,
         calls=tuple(calls),
         prefix=prefix,
     )
+
+
+def _has_states(config: Any) -> bool:
+    """Whether transformers' cache for this configuration has states beside keys and values."""
+    from inferengine.models.recurrent import has_states
+
+    try:
+        return has_states(config)
+    except Exception:  # a cache of the model's own
+        return False
+
+
+def _to_bfloat16(base: nn.Module) -> None:
+    """Make the parameters of a model on `meta` bfloat16, but for those that are fp32 in every checkpoint."""
+    for parameter in base.parameters():
+        if getattr(parameter, "number_type", None) is None:
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def _attends_everywhere(config: Any) -> bool:
@@ -258,10 +290,17 @@ def _expert_modules(name: str, base: nn.Module) -> dict[str, nn.Module]:
 
 def _activation(experts: Any) -> str | None:
     """Name the activation of transformers' experts as this engine does; None: it is another."""
-    return ACTIVATIONS.get(type(getattr(experts, "act_fn", None)).__name__)
+    function = getattr(experts, "act_fn", None)
+    return ACTIVATIONS.get(getattr(function, "__name__", type(function).__name__))
 
 
-ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh", "PytorchGELUTanh": "gelu_tanh"}
+ACTIVATIONS = {
+    "SiLU": "silu",
+    "silu": "silu",
+    "SiLUActivation": "silu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+}
 
 
 def _moe_config(base: nn.Module, blocks: dict[str, nn.Module], num_chosen: int, num_layers: int) -> MoeConfig | None:
@@ -283,6 +322,13 @@ class Conversions(NamedTuple):
 
     renamed: tuple[tuple[str, str], ...]
     experts: dict[str, list[str]]
+    beginnings: tuple[tuple[str, str], ...] = ()  # of names, theirs and the modules': a checkpoint has either
+
+    def names(self, name: str) -> list[str]:
+        """Return what checkpoints may call a tensor of the modules."""
+        stored = self.stored(name)
+        others = [theirs + stored.removeprefix(ours) for theirs, ours in self.beginnings if stored.startswith(ours)]
+        return [stored, *others]
 
     def stored(self, name: str) -> str:
         """Return what checkpoints call a tensor of the modules, or each expert's part of it."""
@@ -291,10 +337,11 @@ class Conversions(NamedTuple):
         return name
 
     def of_experts(self, name: str) -> list[str]:
-        """Return what checkpoints call the parts of a tensor of all experts, with a *; empty where it is one there."""
+        """Return the names of the parts of a tensor of all experts, with a *, before they are renamed; empty where
+        checkpoints have one tensor."""
         for ours, theirs in self.experts.items():
             if ours in name:
-                return [self.stored(name.replace(ours, each)) for each in theirs]
+                return [name.replace(ours, each) for each in theirs]
         return []
 
 
@@ -303,6 +350,7 @@ def _conversions(model_type: str) -> Conversions | None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     renamed: list[tuple[str, str]] = []
+    beginnings: list[tuple[str, str]] = []
     experts: dict[str, list[str]] = {}
     for item in get_checkpoint_conversion_mapping(model_type) or ():
         sources, targets = list(item.source_patterns), list(item.target_patterns)
@@ -310,11 +358,13 @@ def _conversions(model_type: str) -> Conversions | None:
         plain = [re.sub(r"\\(.)", r"\1", each) for each in (*sources, *targets)]
         if operations in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) and len(targets) == 1:
             experts[plain[-1]] = plain[:-1]
+        elif not operations and len(plain) == 2 and re.fullmatch(r"\^[\w.]+\(\.\+\)", plain[0]):
+            beginnings.append((plain[0][1:-4], plain[1].removesuffix("1")))
         elif operations or len(plain) != 2 or any(re.search(r"[][^$*+?(){}|]", each) for each in plain):
             return None
         else:
             renamed.append((plain[0], plain[1]))
-    return Conversions(tuple(renamed), experts)
+    return Conversions(tuple(renamed), experts, tuple(beginnings))
 
 
 def _max_position(config: Any) -> int:
@@ -481,7 +531,14 @@ class TransformersModel(DecoderModel):
         setattr(causal, config.prefix, self.given)
         self.causal = causal
         self.name, self.vocab_size = type(causal).__name__, config.vocab_size
-        places = _attention_modules(self.name, self.base)
+        recording = _record(self.name, self.base)
+        places = [module for module, _ in recording.calls]
+        self.states: RecurrentStates | None = None
+        if recording.stateful is not None:
+            from inferengine.models.recurrent import RecurrentStates
+
+            self.states = RecurrentStates(self.base.config, recording.stateful)
+        self.config = config
         head = causal.get_output_embeddings()
         for place, module in _expert_modules(self.name, self.base).items():
             assert config.moe is not None
@@ -492,7 +549,8 @@ class TransformersModel(DecoderModel):
         for parent in list(causal.modules()) + list(self.base.modules()):
             for name, module in list(parent.named_children()):
                 is_router = config.moe is not None and getattr(module, "out_features", 0) == config.moe.num_experts
-                if type(module) is nn.Linear and module is not head and not is_router:  # routers are not rounded
+                is_left = is_router or module in recording.read  # routers are not rounded
+                if type(module) is nn.Linear and module is not head and not is_left:
                     setattr(parent, name, _own_linear(ops, module))
         self.layers = nn.ModuleList()  # kinds of layers are not known: kernels are compiled with all of them
         self.norm = nn.Identity()
@@ -504,7 +562,27 @@ class TransformersModel(DecoderModel):
     def forward(self, batch: Batch) -> torch.Tensor:
         """[T] ids -> final hidden states [T, E]."""
         self._set_batch(batch)
-        return self._states(batch.input_ids, batch.positions)
+        if self.states is None:
+            return self._hidden(batch.input_ids, batch.positions)
+        columns, device = batch.columns, batch.input_ids.device
+        assert columns is not None  # there are none in a CUDA graph alone
+        on_cpu = device.type == "cpu"
+        self.states.begin(columns.row_slot, columns.row_start, columns.query_start, device, keep_old=on_cpu)
+        hidden = self._hidden(batch.input_ids, batch.positions)
+        # On a CPU a step that is not finite is computed once more, from the same states (executor/cpu_step.py).
+        if on_cpu and not batch.isolated and not math.isfinite(hidden.sum(dtype=torch.float32).item()):
+            self.states.undo()
+        return hidden
+
+    def bind_states(self, tensors: list[torch.Tensor]) -> None:
+        """Set the states of all slots, each [S, *shape]."""
+        if self.states is not None:
+            self.states.bind(tensors)
+
+    def bind_adapters(self, part: PartOfStep) -> None:
+        """Set what tells the adapters which tokens of the step the next products are of."""
+        if self.states is not None:
+            self.states.part = part
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[N, E] final hidden states -> [N, V], by the model's own head and whatever follows it."""
@@ -524,40 +602,82 @@ class TransformersModel(DecoderModel):
 
     @torch.inference_mode()
     def verify(self) -> None:
-        """Check on the loaded weights that tokens meet in the paged attention alone. Raises ConfigError."""
+        """Check on the loaded weights that tokens meet in the paged attention and in states alone. Raises
+        ConfigError."""
         self._set_batch(None)
         weight = self.base.get_input_embeddings().weight
-        ids = torch.tensor([7, 3, 11], device=weight.device) % self.vocab_size
+        ids = torch.tensor(TOKENS, device=weight.device) % self.vocab_size
         positions = torch.tensor(POSITIONS, device=weight.device)
         try:
-            together = self._states(ids, positions).float()
-            alone = [self._states(ids[i : i + 1], positions[i : i + 1]).float() for i in range(len(ids))]
+            if self.states is None:
+                together = self._hidden(ids, positions)
+                apart = torch.cat([self._hidden(ids[i : i + 1], positions[i : i + 1]) for i in range(len(ids))])
+            else:
+                together, apart = self._in_steps(ids, positions, weight)
+                if _differ(together, apart, weight.dtype):  # some modules begin anew where tokens follow a state
+                    self.states.one_by_one = True
+                    together, apart = self._in_steps(ids, positions, weight)
         except Exception as error:
             raise _no_attention(self.name, f"its modules cannot run with it ({_first_line(error)})") from error
-        difference = (together - torch.cat(alone)).norm() / together.norm()
-        if float(difference) > TOLERANCE[weight.dtype]:
+        if _differ(together, apart, weight.dtype):
             raise _no_attention(self.name, "its tokens reach each other, or have positions, outside its attention")
+        if self.states is not None and self.states.one_by_one:
+            logger.warning("%s: modules with states continue a prompt token by token: long ones are slow", self.name)
+
+    def _in_steps(
+        self, ids: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the final hidden states of the tokens as one sequence in one step, and in steps of one, two and one
+        tokens beside another sequence."""
+        assert self.states is not None
+        states, count, other = self.states, len(ids), ids.flip(0)
+        states.bind(
+            [
+                torch.zeros(2, *each.shape, dtype=torch.float32 if each.is_float32 else weight.dtype, device=ids.device)
+                for each in self.config.states
+            ]
+        )
+
+        def step(slots: list[int], starts: list[int], lengths: list[int]) -> torch.Tensor:
+            bounds = np.cumsum([0, *lengths])
+            states.begin(np.array(slots), np.array(starts), bounds, ids.device, keep_old=False)
+            parts = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+            rows = [(other if slot else ids)[part] for slot, part in zip(slots, parts, strict=True)]
+            return self._hidden(torch.cat(rows), torch.cat([positions[part] for part in parts]))
+
+        together = step([0], [0], [count])
+        found = [step([0, 1], [0, 0], [1, count - 2])[:1], step([1, 0], [count - 2, 1], [1, count - 2])[1:]]
+        found.append(step([1, 0], [count - 1, count - 1], [1, 1])[1:])
+        states.bind([])
+        return together, torch.cat(found)
 
     def _set_batch(self, batch: Batch | None) -> None:
         for attention in self._attentions:
             attention.batch = batch
 
-    def _states(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, E]."""
-        states: torch.Tensor = self.base(**_inputs(ids, positions))[0][0]
-        return states
+        cache = None if self.states is None else self.states.cache
+        hidden: torch.Tensor = self.base(**_inputs(ids, positions, cache))[0][0]
+        return hidden
 
 
-def _inputs(ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+def _differ(found: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether results of a model of this number format differ by more than rounding."""
+    return float((found - other).float().norm() / found.float().norm()) > TOLERANCE[dtype]
+
+
+def _inputs(ids: torch.Tensor, positions: torch.Tensor, cache: Any = None) -> dict[str, Any]:
     """Arguments of transformers' models for one flattened batch. With a mask of ones no sequences are looked for in the
     positions. Models may ask whether it has ones alone, which nobody can tell on `meta`."""
     place = "cpu" if ids.is_meta else ids.device
-    return {
+    inputs = {
         "input_ids": ids.long().unsqueeze(0),
         "position_ids": positions.long().unsqueeze(0),
         "attention_mask": torch.ones(1, len(ids), dtype=torch.long, device=place),
         "use_cache": False,
     }
+    return inputs if cache is None else {**inputs, "past_key_values": cache}
 
 
 def _own_linear(ops: Ops, linear: nn.Linear) -> TransformersLinear:
@@ -590,15 +710,15 @@ def weight_map(config: DecoderConfig) -> WeightMap:
         if place.endswith((".gate_up_proj", ".down_proj")) and parameter.dim() == 3:
             targets |= _expert_targets(template, f"{place.removesuffix('_proj')}.weight", parameter, conversions)
         else:
-            targets[conversions.stored(template)] = Target(place)
+            targets |= dict.fromkeys(conversions.names(template), Target(place))
     names = {id(parameter): name for name, parameter in causal.named_parameters()}  # the first of those that are tied
     ignored = [*(causal._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
     return WeightMap(
         targets,
         root=f"{config.prefix}.",
         ignored=tuple(f".*({pattern}).*" for pattern in ignored),
-        head=f"{_name_of(causal, causal.get_output_embeddings())}.weight",
-        embedding=names[id(causal.get_input_embeddings().weight)],
+        head=conversions.stored(f"{_name_of(causal, causal.get_output_embeddings())}.weight"),
+        embedding=conversions.stored(names[id(causal.get_input_embeddings().weight)]),
     )
 
 
@@ -606,11 +726,12 @@ def _expert_targets(name: str, place: str, parameter: torch.Tensor, conversions:
     """Targets of one tensor of all experts: stored as a tensor for each projection of each, or as one."""
     parts = conversions.of_experts(name)
     targets = {
-        each.replace("*", str(expert)): Target(place, expert * len(parts) + part)
+        stored.replace("*", str(expert)): Target(place, expert * len(parts) + part)
         for expert in range(len(parameter))
         for part, each in enumerate(parts)
+        for stored in conversions.names(each)
     }
-    return targets | {conversions.stored(name): Target(place, stacked=True)}
+    return targets | dict.fromkeys(conversions.names(name), Target(place, stacked=True))
 
 
 def _name_of(causal: nn.Module, module: nn.Module) -> str:
@@ -711,20 +832,19 @@ class _Recorder:
         return query.new_empty(1, length, heads, value.shape[3]), None
 
 
-def _record(name: str, base: nn.Module) -> tuple[list[AttentionCall], int]:
-    """Run the model on `meta` and return what its attention layers ask, in order, and how many experts a token takes
-    (0: there are none). Raises ConfigError."""
+class Recording(NamedTuple):
+    """What a run on `meta` has shown: attention layers in order, with their modules; how many experts a token takes (0:
+    there are none); modules with states (None: there are none); linear layers of these whose weights they read."""
+
+    calls: list[tuple[nn.Module, AttentionCall]]
+    num_chosen: int
+    stateful: StatefulModules | None
+    read: frozenset[nn.Module] = frozenset()
+
+
+def _record(name: str, base: nn.Module) -> Recording:
+    """Run the model on `meta`. Raises ConfigError where it asks for what cannot be computed."""
     counts: list[int] = []
-    calls = [call for _, call in _recorded(name, base, counts)]
-    return calls, max(counts, default=0)
-
-
-def _attention_modules(name: str, base: nn.Module) -> list[nn.Module]:
-    """The modules of transformers that compute attention, in the order of their calls."""
-    return [module for module, _ in _recorded(name, base, [])]
-
-
-def _recorded(name: str, base: nn.Module, counts: list[int]) -> list[tuple[nn.Module, AttentionCall]]:
     calls: list[tuple[nn.Module, AttentionCall]] = []
 
     def choose(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -732,10 +852,19 @@ def _recorded(name: str, base: nn.Module, counts: list[int]) -> list[tuple[nn.Mo
         return torch.empty_like(x)
 
     config: Any = base.config
+    stateful: StatefulModules | None = None
     try:
         with _recording(name, base, calls, choose), torch.inference_mode():
             tokens = torch.zeros(2, dtype=torch.long, device="meta")
-            base(**_inputs(tokens, tokens))
+            if _has_states(config):
+                from inferengine.models.recurrent import RecordingCache
+
+                cache = RecordingCache(config)
+                with cache.watching(base):
+                    base(**_inputs(tokens, tokens, cache))
+                stateful = cache.found()
+            else:
+                base(**_inputs(tokens, tokens))
     except ConfigError:
         raise
     except _CannotServe as error:
@@ -743,14 +872,24 @@ def _recorded(name: str, base: nn.Module, counts: list[int]) -> list[tuple[nn.Mo
     except Exception as error:  # whatever its modules raise
         reason = f"its modules cannot run with it: {_first_line(error)}"
         raise _no_attention(name, OWN_ATTENTION if Mask.__name__ in str(error) else reason) from None
+    _check_places(name, int(getattr(config, "num_hidden_layers", len(calls))), calls, stateful)
+    read = frozenset() if stateful is None else frozenset(stateful.read)
+    return Recording(calls, max(counts, default=0), stateful, read)
+
+
+def _check_places(
+    name: str, num_layers: int, calls: list[tuple[nn.Module, AttentionCall]], stateful: StatefulModules | None
+) -> None:
+    """Refuse a model that has attention outside transformers' interface, or inside a module with states."""
     places = {id(module) for module, _ in calls}
-    num_layers = int(getattr(config, "num_hidden_layers", len(calls)))
-    if len(calls) != num_layers or len(places) != num_layers:
+    if len(calls) != len(places) or (stateful is None and len(places) != num_layers):
         raise _no_attention(
             name,
             f"{len(places)} of its {num_layers} layers use transformers' attention interface, in {len(calls)} calls",
         )
-    return calls
+    for holder, _ in () if stateful is None else stateful.layers:
+        if any(id(module) in places for module in holder.modules()):
+            raise _no_attention(name, "its attention itself has states")
 
 
 @contextmanager

@@ -222,6 +222,7 @@ class ModelInfo(Body, frozen=True):
     embedding_size: Count = 0  # values of an embedding; 0: this engine gives none
     pooling: Name = ""  # of embeddings whose request names none
     implementation: Name = ""  # whose layers compute it: "transformers"; empty: the engine's own
+    without: Names = ()  # what the engine has and this model cannot use, such as "prefix_caching"
 
 
 class Welcome(Body, frozen=True):
@@ -669,6 +670,7 @@ _LATER_MODEL_KEYS = (
     "embedding_size",
     "pooling",
     "implementation",
+    "without",
 )  # left out where there is nothing to say
 
 

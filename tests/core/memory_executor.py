@@ -4,6 +4,9 @@ MemoryExecutor keeps "KV" in numbered blocks: at each position the token with a 
 from the block of the position before. It draws each next token from *all* tokens that it reads back through the block
 table. One wrong block, one reused too early or for another context, one token computed twice or never, and it raises or
 the output differs from `expected_output`.
+
+With `capacity.has_states` each slot also has the checksum of the tokens that it has computed, as a recurrence has: it
+raises where a row does not go on from there, or from the first token.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ class MemoryExecutor:
         self.tokens: dict[int, dict[int, int]] = {}
         self.gathered: dict[int, list[int]] = {}  # by slot: what a mean is made of
         self.asked: dict[int, SlotInit] = {}  # by slot
+        self.states: dict[int, tuple[int, int]] = {}  # by slot: the number of tokens in it, and their checksum
         self.leaves_out_logprobs = False
         self.fail_on_step: int | None = None
         self.fail_with: Exception | None = None
@@ -140,7 +144,8 @@ class MemoryExecutor:
         return result._replace(logprobs=scored or None, prompt_logprobs=prompts or None)
 
     def _scribble(self, plan: StepPlan) -> None:
-        """What a step leaves that fails at its worst: nothing of use in any block that it was to write."""
+        """What a step leaves that fails at its worst: nothing of use in any block or state that it was to write."""
+        self.states |= dict.fromkeys(plan.slots, (-1, 0))
         size = self.capacity.block_size
         tables = [{slot: dict(entries) for slot, entries in table.items()} for table in self.tables]
         for item in plan.admitted:
@@ -180,6 +185,8 @@ class MemoryExecutor:
 
     def _write(self, slot: int, position: int) -> None:
         size, token = self.capacity.block_size, self.tokens[slot][position]
+        if self.capacity.has_states:
+            self._advance(slot, position, token)
         for group, blocks, table in zip(self.capacity.groups, self.blocks, self.tables, strict=True):
             before = 0
             if position:
@@ -190,6 +197,16 @@ class MemoryExecutor:
                 block = self.blocks[0][self.tables[0][slot][far // size]]
                 if blocks[table[slot][far // size]][far % size] != block[far % size]:
                     raise AssertionError(f"slot {slot} computes position {position} without all of its window")
+
+    def _advance(self, slot: int, position: int, token: int) -> None:
+        """Take the token into the slot's state, which must be that of the tokens before it."""
+        count, checksum = self.states.get(slot, (-1, 0)) if position else (0, 0)
+        before = 0
+        for known in range(position):
+            before = extend(before, self.tokens[slot][known])
+        if (count, checksum) != (position, before):
+            raise AssertionError(f"slot {slot} computes position {position} from a state of {count} tokens")
+        self.states[slot] = (position + 1, extend(checksum, token))
 
     def _draw(self, slot: int, length: int, mask: memoryview | None = None) -> int:
         """The next token, from the KV of every group; a window group must agree on what it can see."""

@@ -32,7 +32,7 @@ POOLINGS = [None, None, None, "last", "mean"]  # an embedding now and then among
 CHUNKS = [[(which * 31 + i * 7) % 97 for i in range(4)] for which in range(3)]  # few, so that prompts share blocks
 
 
-def make_run(draw_int, choice) -> Run:  # type: ignore[no-untyped-def]
+def make_run(draw_int, choice, *, has_states: bool = False) -> Run:  # type: ignore[no-untyped-def]
     """A run under drawn options; `draw_int(low, high)` and `choice(list)` come from hypothesis or from a seed."""
     window = choice([None, None, 6])
     proposer = choice([None, None, HalfRightProposer(wrong_every=3), HalfRightProposer(on_device=True)])
@@ -44,7 +44,7 @@ def make_run(draw_int, choice) -> Run:  # type: ignore[no-untyped-def]
         host_blocks=choice([0, 8, 40, 40]),
     )
     return Run(
-        capacity,
+        capacity._replace(has_states=has_states),
         budget=choice([4, 9, 64]),
         max_in_flight=choice([1, 2]),
         policy=choice(sorted(POLICIES)),
@@ -196,11 +196,11 @@ SchedulerMachine.TestCase.settings = settings(
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-def walk(draw: random.Random, min_steps: int) -> None:
+def walk(draw: random.Random, min_steps: int, *, has_states: bool = False) -> None:
     """A seeded history of at least so many steps; the options are redrawn every few hundred."""
     steps = 0
     while steps < min_steps:
-        model = Model(make_run(draw.randint, draw.choice))
+        model = Model(make_run(draw.randint, draw.choice, has_states=has_states))
         for _ in range(400):
             action = draw.random()
             if action < 0.25 and len(model.run.scheduler.waiting) < 20:
@@ -232,3 +232,8 @@ def walk(draw: random.Random, min_steps: int) -> None:
 @pytest.mark.parametrize("seed", range(11))
 def test_a_long_walk_keeps_every_invariant(seed: int) -> None:
     walk(random.Random(seed), min_steps=4_000)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_state_of_the_latest_token_is_always_the_one_to_go_on_from(seed: int) -> None:
+    walk(random.Random(seed), min_steps=1_000, has_states=True)

@@ -199,7 +199,7 @@ def compare(
             found = torch.tensor([item.top_logprobs for item in engine.logprobs[uid]])
             difference = float((found - best).abs().max())
             assert difference < 1e-4, f"log-probabilities differ by {difference}"
-        assert engine.core.scheduler.snapshot().num_drafts_accepted > 0
+        assert (engine.core.scheduler.snapshot().num_drafts_accepted > 0) is not engine.capacity.has_states
     except BaseException:
         engine.executor.close()
         raise

@@ -116,6 +116,7 @@ def _model_cards(service: HttpState) -> list[dict[str, Any]]:
         "parent": None,
         "max_model_len": info.max_model_len,
         "implementation": info.implementation or "native",
+        "without": list(info.without),
     }
     return [card, *({**card, "id": name, "parent": info.name} for name in info.adapters)]
 

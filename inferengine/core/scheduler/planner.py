@@ -52,6 +52,8 @@ def choose_preemption_mode(policy: str, sequence: Sequence, swap: SwapSpace, cap
     if policy == "reject":
         return PreemptionMode.REJECT
     gathers = sequence.request.pooling == "mean"  # its partial mean is kept by slot, not in its blocks
+    if capacity.has_states:  # which no host block would hold
+        return PreemptionMode.RECOMPUTE
     if policy == "swap" and sequence.num_computed and not gathers and swap.has_room(sequence):
         num_blocks = sum(len(table) for table in sequence.block_tables)
         swap_s = 2 * num_blocks * capacity.swap_block_s  # there and back
@@ -548,7 +550,7 @@ class Planner:
 
     def _fork_parent(self, sequence: Sequence) -> Sequence | None:
         """The running first choice whose prompt blocks can be shared, for a choice that has not begun."""
-        if sequence.leader is None or sequence.num_output:
+        if sequence.leader is None or sequence.num_output or self._capacity.has_states:
             return None
         parent = self._state.sequences.get(sequence.leader)
         if parent is None or parent.status is not SequenceStatus.RUNNING or parent.num_computed < sequence.num_prompt:

@@ -88,7 +88,7 @@ class Scheduler:
         self.forks = state.forks
         self.stats = state.stats
         self.speculator = Speculator(
-            proposer if options.max_drafts and not options.max_num_decodes else None,
+            proposer if options.max_drafts and not options.max_num_decodes and not capacity.has_states else None,
             state.kv,
             state.running,
             max_drafts=options.max_drafts,

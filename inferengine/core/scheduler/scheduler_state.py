@@ -156,7 +156,7 @@ class SchedulerState:
             capacity.groups,
             capacity.block_size,
             max_chunk=options.max_num_batched_tokens if options.chunked_prefill else capacity.max_model_len,
-            prefix_caching=options.prefix_caching,
+            prefix_caching=options.prefix_caching and not capacity.has_states,
             eviction=options.eviction,
             record_events=options.kv_events,
         )

@@ -66,7 +66,7 @@ def misfit(settings: ExecutorSettings, plan: MemoryPlan, free_bytes: int) -> str
                 f"activations and graphs leave {max(0, plan.left) / GIB:.1f}"
             )
         return "" if plan.groups else _misfit_of_share(settings, plan)
-    left_bytes = free_bytes - resident_bytes(settings, plan.weights + plan.draft_weights)
+    left_bytes = free_bytes - plan.states - resident_bytes(settings, plan.weights + plan.draft_weights)
     return _misfit_of_host_cache(settings, plan, left_bytes)
 
 
@@ -85,7 +85,7 @@ def loading_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
 
 
 def _misfit_of_share(settings: ExecutorSettings, plan: MemoryPlan) -> str:
-    taken = plan.weights + plan.draft_weights + plan.activations + plan.slots + plan.graphs + plan.context
+    taken = plan.weights + plan.draft_weights + plan.activations + plan.slots + plan.graphs + plan.context + plan.states
     share = device_budget_bytes(int(torch.cuda.mem_get_info(settings.device)[1]), settings.memory_fraction, 0)
     return (
         f"{taken / GIB:.1f} GiB of weights, activations and graphs leave no room for a sequence in the "

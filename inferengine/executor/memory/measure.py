@@ -20,6 +20,7 @@ from inferengine.executor.memory.plan import (
     host_budget_bytes,
     make_plan,
     plan_groups,
+    state_bytes,
 )
 from inferengine.executor.warm_up import StepRunner, compile_kernels, prompt_plan, steps_of_each_class
 from inferengine.layers.decoder_config import DecoderConfig
@@ -64,7 +65,9 @@ def size_cache(runner: MeasuredRunner, max_model_len: int) -> CacheSize:
         _set_kv_scales(runner, max_model_len)
     shapes: list[MixedShape] = []
     if runner.device.type == "cpu":
-        budget = host_budget_bytes(free_host_bytes() // settings.tensor_parallel, settings.memory_fraction)
+        states = state_bytes(config, settings, settings.max_num_seqs + 1)
+        free = free_host_bytes() // settings.tensor_parallel - states
+        budget = host_budget_bytes(max(0, free), settings.memory_fraction)
     else:
         step = _step_bytes(runner, max_model_len)
         free, total = torch.cuda.mem_get_info(runner.device)

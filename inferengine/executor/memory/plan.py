@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,7 @@ GRAPH_BYTES = 4 * (1 << 20)  # nodes of one captured step; its buffers are share
 DEFAULT_CPU_LIMIT_BYTES = GIB  # a model on a CPU is bound by arithmetic long before it needs more
 DEFAULT_CUDA_SHARE = 0.92  # of all memory, weights and activations included
 TYPICAL_TOKENS = 4096  # assumed length of a sequence, for dividing the memory among KV groups
+STATES_SHARE = 0.125  # of the device, for the states of all slots: with more, fewer requests run at once
 SOME_LESS = 0.98  # share of the planned cache above which no warning is due: allocators round and keep buffers
 
 
@@ -83,6 +85,7 @@ class MemoryPlan(NamedTuple):
     prompt_shapes: list[MixedShape]  # of the steps with prompts to capture; none for a CPU
     bytes_of_blocks: int = 0  # of the blocks that cache.num_blocks asks for, a draft model's among them
     left: int = 0  # what all else leaves of the device: more than kv_budget, which cache.memory_fraction limits
+    states: int = 0  # of running requests, that no block holds
 
     @property
     def fits(self) -> bool:
@@ -157,7 +160,36 @@ def activation_bytes(config: DecoderConfig, num_tokens: int, num_seqs: int, dtyp
     widest = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
     if config.moe is not None:  # what each chosen expert has inside, and what it gives
         widest += config.moe.num_chosen * (config.moe.intermediate_size + config.hidden_size)
-    return num_tokens * (widest + 4 * config.hidden_size) * 2 * dtype.itemsize + num_seqs * config.vocab_size * 12
+    states = 3 * num_seqs * config.state_bytes(dtype.itemsize) // max(1, config.num_layers)  # one layer's, in copies
+    hidden = num_tokens * (widest + 4 * config.hidden_size) * 2 * dtype.itemsize
+    return hidden + states + num_seqs * config.vocab_size * 12
+
+
+def with_states(settings: ExecutorSettings, config: DecoderConfig, device_bytes: int) -> ExecutorSettings:
+    """Adapt the settings to a model that keeps states of running requests: so many run at once that their states take
+    STATES_SHARE of the device. Raises ConfigError for what cannot be done with states."""
+    if not config.states:
+        return settings
+    why = "the model keeps a state of every request that is of its latest token alone (convolutions, recurrences)"
+    if settings.draft_folder is not None:
+        raise ConfigError("speculation.draft_model", f"{why} and cannot be taken back: set speculation.method to none")
+    if settings.swap_bytes:
+        raise ConfigError("scheduler.preemption", f"{why}, which is not swapped: set it to preempt")
+    most = int(device_bytes * STATES_SHARE) // state_bytes(config, settings, 1)
+    if most >= settings.max_num_seqs:
+        return settings
+    logger.warning(
+        "engine.max_num_seqs is %d instead of %d: the states of so many requests take %.0f %% of the device",
+        max(1, most),
+        settings.max_num_seqs,
+        100 * STATES_SHARE,
+    )
+    return replace(settings, max_num_seqs=max(1, most))
+
+
+def state_bytes(config: DecoderConfig, settings: ExecutorSettings, num_rows: int) -> int:
+    """Return the bytes of the states of so many slots."""
+    return num_rows * config.state_bytes(settings.compute_dtype(config).itemsize)
 
 
 def slot_bytes(config: DecoderConfig, cache: CacheSettings) -> int:
@@ -219,7 +251,9 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
     values = read_json(settings.folder / "config.json")
     dtype, kv_dtype = settings.compute_dtype(config), settings.kv_dtype(config)
     on_cuda = settings.device.type == "cuda"
+    settings = with_states(settings, config, device_bytes)
     cache = cache_settings(settings, context_length(settings, config))
+    states = state_bytes(config, settings, settings.max_num_seqs + 1)
     weights = weight_bytes(whole, values, dtype, settings.quantization, heaviest(settings))
     draft, draft_weights = None, 0
     if settings.draft_folder is not None:
@@ -234,13 +268,13 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
         shapes = shapes_to_capture(settings.max_num_seqs, settings.max_num_batched_tokens, token_s)
         if settings.cuda_graphs and config.implementation == "native":
             graphs = graph_bytes(config, settings, dtype, shapes)
-        taken = weights + draft_weights + activations + slots + context + graphs
+        taken = weights + draft_weights + activations + slots + states + context + graphs
         budget = device_budget_bytes(device_bytes, settings.memory_fraction, taken)
         left = device_bytes - taken
     else:
         share = device_bytes // settings.tensor_parallel  # ranks share the host's memory
-        budget = host_budget_bytes(max(0, share - weights), settings.memory_fraction)
-        left = share - resident_bytes(settings, weights + draft_weights)
+        budget = host_budget_bytes(max(0, share - weights - states), settings.memory_fraction)
+        left = share - states - resident_bytes(settings, weights + draft_weights)
     full = window_bytes = 0
     for group, window in enumerate(config.group_windows):
         per_token = config.kv_bytes_per_token(group, kv_dtype.itemsize)
@@ -264,7 +298,7 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
         asked = cache.num_blocks * cache.block_size * per_token
     return MemoryPlan(
         weights, draft_weights, activations, slots, graphs, context, full, window_bytes, budget, groups, cache, shapes,
-        asked, left,
+        asked, left, states,
     )  # fmt: skip
 
 
@@ -470,6 +504,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         ("draft model's weights", plan.draft_weights),
         ("activations of the largest step", plan.activations),
         ("slots of running requests", plan.slots),
+        *([(f"states of {plan.cache.max_num_seqs} running requests", plan.states)] if plan.states else []),
         ("captured graphs", plan.graphs),
         ("device context", plan.context),
         ("KV cache", plan.bytes_of_blocks or plan.kv_budget),
@@ -502,7 +537,7 @@ def plan_figures(plan: MemoryPlan) -> dict[str, Any]:
     """Return the plan as a JSON object: sizes in bytes, and how many sequences of each length fit at once."""
     sizes = {
         name: getattr(plan, name)
-        for name in ("weights", "draft_weights", "activations", "slots", "graphs", "context", "kv_budget")
+        for name in ("weights", "draft_weights", "activations", "slots", "states", "graphs", "context", "kv_budget")
     }
     return {
         "fits": plan.fits,

@@ -1,0 +1,305 @@
+"""The recurrent states of transformers' modules, by slot: those of convolutions, state-space models, linear attention.
+
+transformers keeps the states of a layer in its cache, and a module reads and writes them there for one batch of
+sequences. A step of this engine is one row [1, T] with pieces of many sequences. So each module with states is called
+for the pieces: those of equal length are one batch [B, L], and a step of decodes is one call. Around each call the
+cache holds the states of the piece's slots. Which modules have states, and of what shape, is noted while the model runs
+on `meta` with transformers' own cache: nothing about a model is listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from inferengine.layers.decoder_config import StateTensor
+from inferengine.models.decoder import PartOfStep
+
+
+class StatePlace(NamedTuple):
+    """Where transformers' cache holds a state: the layer, the attribute of its cache, and the key there."""
+
+    layer: int
+    attribute: str  # conv_states | recurrent_states
+    key: int
+
+
+class StatefulModules(NamedTuple):
+    """What a run on `meta` has shown: modules with the layers whose states they use; all states; linear layers inside
+    these modules that were not called, because the modules read their weights (Jamba)."""
+
+    layers: list[tuple[nn.Module, tuple[int, ...]]]
+    states: dict[StatePlace, torch.Tensor]  # on `meta`, of one sequence
+    read: list[nn.Module]
+
+    def tensors(self) -> tuple[StateTensor, ...]:
+        """Describe the states, of a model that ran in bfloat16: what was fp32 then always is."""
+        return tuple(StateTensor(tuple(each.shape[1:]), each.dtype == torch.float32) for each in self.states.values())
+
+
+def has_states(config: Any) -> bool:
+    """Whether transformers' cache for this configuration has states beside keys and values."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
+
+
+# -- recording ---------------------------------------------------------------------------------------------------------
+
+
+class RecordingCache(DynamicCache):
+    """transformers' cache for a run on `meta`, which notes the modules that use its states."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self._running: list[nn.Module] = []  # the modules that were given this cache, the innermost last
+        self._layers: dict[nn.Module, set[int]] = {}
+        self._called: set[nn.Module] = set()
+
+    @contextmanager
+    def watching(self, base: nn.Module) -> Iterator[None]:
+        """Inside, know which module of `base` runs."""
+        hooks: list[Any] = []
+        for module in base.modules():
+            hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            hooks.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def found(self) -> StatefulModules:
+        """Return what was noted."""
+        states: dict[StatePlace, torch.Tensor] = {}
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                for attribute in ("conv_states", "recurrent_states"):
+                    for key, state in getattr(layer, attribute).items():
+                        if state is not None:
+                            states[StatePlace(number, attribute, key)] = state
+        inside = [each for module in self._layers for each in module.modules() if type(each) is nn.Linear]
+        return StatefulModules(
+            [(module, tuple(sorted(each))) for module, each in self._layers.items()],
+            states,
+            [each for each in inside if each not in self._called],
+        )
+
+    def get_conv_state(self, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor | None:
+        """As of DynamicCache."""
+        self._note(layer_idx)
+        return super().get_conv_state(layer_idx, *args, **options)
+
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor | None:
+        """As of DynamicCache."""
+        self._note(layer_idx)
+        return super().get_recurrent_state(layer_idx, *args, **options)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor:
+        """As of DynamicCache."""
+        self._note(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **options)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **options: Any
+    ) -> torch.Tensor:
+        """As of DynamicCache."""
+        self._note(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **options)
+
+    def _note(self, layer: int) -> None:
+        self._layers.setdefault(self._running[-1], set()).add(layer)
+
+    def _is_given(self, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        return any(each is self for each in (*args, *options.values()))
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._called.add(module)
+        if self._is_given(args, options):
+            self._running.append(module)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        if self._is_given(args, options):
+            self._running.pop()
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Rows of a step that a module computes in one call: as many tokens of each, with states or without."""
+
+    slots: torch.Tensor  # [B] int64
+    length: int  # tokens of each row
+    is_fresh: bool  # the rows begin their sequences: they have no state yet
+    begin: int | None  # of their tokens in the step, where they are next to each other
+    tokens: torch.Tensor  # [B * L] int64: their places in the step
+
+    def of(self, value: Any, num_tokens: int) -> Any:
+        """Return the part of an argument: tensors [1, T, ...] become [B, L, ...], others stay."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.of(each, num_tokens) for each in value)
+        if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, num_tokens):
+            return value
+        if self.begin is None:
+            taken = value[0].index_select(0, self.tokens)
+        else:
+            taken = value[0, self.begin : self.begin + len(self.tokens)]
+        return taken.unflatten(0, (len(self.slots), self.length))
+
+
+class Pieces(NamedTuple):
+    """The pieces of a step. `order`: the place of each of its tokens in their outputs, one after the other; None: the
+    same."""
+
+    pieces: list[Piece]
+    num_tokens: int
+    order: torch.Tensor | None
+
+    def joined(self, outputs: list[Any]) -> Any:
+        """Return one output [1, T, ...] of those of the pieces, each [B, L, ...]."""
+        first = outputs[0]
+        if isinstance(first, (tuple, list)):
+            return type(first)(self.joined(list(parts)) for parts in zip(*outputs, strict=True))
+        if not isinstance(first, torch.Tensor):
+            return first
+        rows = torch.cat([each.flatten(0, 1) for each in outputs]) if len(outputs) > 1 else first.flatten(0, 1)
+        return (rows if self.order is None else rows.index_select(0, self.order)).unsqueeze(0)
+
+
+def pieces_of(
+    slots: np.ndarray,
+    starts: np.ndarray,
+    query_start: np.ndarray,
+    device: torch.device,
+    *,
+    one_by_one: bool,
+) -> Pieces:
+    """Divide a step by length and by whether there is a state. Arguments: its columns [R], [R], [R + 1]. With
+    `one_by_one` rows that have a state are divided into tokens, the first of all rows first."""
+    num_tokens = int(query_start[-1])
+    rows: dict[tuple[int, bool, int], tuple[list[int], list[int]]] = {}  # by kind: slots, and places of first tokens
+    columns = zip(slots.tolist(), starts.tolist(), query_start.tolist(), np.diff(query_start).tolist(), strict=False)
+    for slot, start, begin, count in columns:
+        is_divided = one_by_one and start > 0
+        for offset in range(count) if is_divided else (0,):
+            kind = (1 if is_divided else count, start == 0, offset)
+            found = rows.setdefault(kind, ([], []))
+            found[0].append(slot)
+            found[1].append(begin + offset)
+    pieces: list[Piece] = []
+    places: list[np.ndarray] = []
+    for (length, is_fresh, _), (own, begins) in rows.items():
+        tokens = (np.array(begins)[:, None] + np.arange(length)).reshape(-1)
+        first = begins[0] if tokens[-1] - begins[0] == len(tokens) - 1 else None
+        both = torch.from_numpy(np.concatenate((np.array(own, dtype=np.int64), tokens))).to(device)
+        pieces.append(Piece(both[: len(own)], length, is_fresh, first, both[len(own) :]))
+        places.append(tokens)
+    computed = np.concatenate(places)
+    in_order = bool((computed == np.arange(num_tokens)).all())
+    return Pieces(pieces, num_tokens, None if in_order else torch.from_numpy(np.argsort(computed)).to(device))
+
+
+class StepCache(DynamicCache):
+    """The cache that the model is given in a step. Keys and values are in the paged cache: here no token has any."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """Return the keys and values as they are."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions are given."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return those of a sequence without a past."""
+        return query_length, 0
+
+
+class RecurrentStates:
+    """The states of all slots, and the calls of the modules that use them. `cache` is what the model is given."""
+
+    def __init__(self, config: Any, modules: StatefulModules) -> None:
+        self.cache = StepCache(config=config)
+        self._places: dict[int, list[tuple[StatePlace, int]]] = {}  # by layer, with the numbers of their tensors
+        for number, place in enumerate(modules.states):
+            self._places.setdefault(place.layer, []).append((place, number))
+        self._tensors: list[torch.Tensor] = []
+        self._pieces: Pieces | None = None
+        self._old: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None  # what the step has overwritten
+        self.part: PartOfStep = lambda tokens: nullcontext()
+        self.one_by_one = False  # the modules continue a state by one token at a time (Mamba 1)
+        for module, layers in modules.layers:
+            module.__dict__["forward"] = self._in_pieces(module.forward, layers)
+
+    def bind(self, tensors: list[torch.Tensor]) -> None:
+        """Set the states [S, ...] of all slots, in the order in which they were described."""
+        self._tensors = tensors
+
+    def begin(
+        self, slots: np.ndarray, starts: np.ndarray, query_start: np.ndarray, device: torch.device, *, keep_old: bool
+    ) -> None:
+        """Set the rows of the next step by its columns [R], [R], [R + 1]. `keep_old`: `undo` may follow."""
+        self._pieces = pieces_of(slots, starts, query_start, device, one_by_one=self.one_by_one)
+        self._old = [] if keep_old else None
+
+    def undo(self) -> None:
+        """Take the step back."""
+        for number, slots, state in reversed(self._old or ()):
+            self._tensors[number].index_copy_(0, slots, state)
+        self._old = None
+
+    def _in_pieces(self, forward: Callable[..., Any], layers: tuple[int, ...]) -> Callable[..., Any]:
+        """A module's `forward` for the row of a step, which calls it for each piece."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            step = self._pieces
+            assert step is not None
+            outputs: list[Any] = []
+            for piece in step.pieces:
+                own = [piece.of(each, step.num_tokens) for each in args]
+                named = {name: piece.of(each, step.num_tokens) for name, each in options.items()}
+                is_part = len(piece.tokens) < step.num_tokens or step.order is not None
+                with self._states_of(piece, layers), self.part(piece.tokens) if is_part else nullcontext():
+                    outputs.append(forward(*own, **named))
+            return step.joined(outputs)
+
+        return call
+
+    @contextmanager
+    def _states_of(self, piece: Piece, layers: tuple[int, ...]) -> Iterator[None]:
+        """Inside, the cache holds the states of the piece's slots; afterwards what has become of them is kept."""
+        usual = {layer: self.cache.layers[layer] for layer in layers}
+        for layer in layers:
+            self.cache.layers[layer] = self._layer_of(piece, layer)
+        try:
+            yield
+            for layer in layers:
+                for place, number in self._places.get(layer, ()):
+                    self._write(number, piece, getattr(self.cache.layers[layer], place.attribute)[place.key])
+        finally:
+            for layer, each in usual.items():
+                self.cache.layers[layer] = each
+
+    def _layer_of(self, piece: Piece, layer: int) -> LinearAttentionLayer:
+        """transformers' cache of one layer, with the states of these slots; without any for the first tokens."""
+        usual: Any = self.cache.layers[layer]
+        made = LinearAttentionLayer(number_of_states=usual.number_of_states)
+        for place, number in () if piece.is_fresh else self._places.get(layer, ()):
+            state = self._tensors[number].index_select(0, piece.slots)
+            getattr(made, place.attribute)[place.key] = state
+            getattr(made, f"is_{place.attribute}_initialized")[place.key] = True
+            if place.attribute == "conv_states":
+                made.conv_kernel_size[place.key] = state.shape[-1]
+                made.has_previous_state[place.key] = True
+        return made
+
+    def _write(self, number: int, piece: Piece, state: torch.Tensor) -> None:
+        tensor = self._tensors[number]
+        if self._old is not None and not piece.is_fresh:
+            self._old.append((number, piece.slots, tensor.index_select(0, piece.slots)))
+        tensor.index_copy_(0, piece.slots, state.to(tensor.dtype))

@@ -1,0 +1,275 @@
+"""Models with states beside keys and values (convolutions, state-space models, linear attention), with transformers'
+modules: against transformers in fp32, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inferengine.config import Config
+from inferengine.core.executor import Capacity, KVGroup
+from inferengine.core.sequence import RowFailure
+from inferengine.core.speculation import speculation_method
+from inferengine.engine.options import scheduler_options
+from inferengine.errors import ConfigError
+from inferengine.executor.memory.plan import make_plan, plan_lines
+from inferengine.executor.settings import executor_settings
+from inferengine.models.recurrent import pieces_of
+from tests.executor.engine import Engine
+from tests.lora.adapters import write_adapter
+from tests.models.checkpoints import greedy_reference, logits_reference, model_of, save
+from tests.models.families import BARE, EVEN, Case, compare, prompts_of
+
+SMALL = {**EVEN, "num_hidden_layers": 3, "initializer_range": 0.25}
+DELTA: dict[str, Any] = {  # of gated delta nets: heads of values two for each of keys, and narrower
+    **BARE, "num_hidden_layers": 3, "initializer_range": 0.1, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+MAMBA2: dict[str, Any] = {"mamba_n_heads": 12, "mamba_d_head": 10, "mamba_n_groups": 2, "mamba_d_state": 16,
+                          "mamba_d_conv": 3, "mamba_chunk_size": 16}  # fmt: skip
+MIXED = ["mamba", "attention", "mamba"]
+GRANITE = {**SMALL, **MAMBA2, "layer_types": MIXED, "shared_intermediate_size": 56}
+CASES = {
+    "qwen3-next": Case("Qwen3NextConfig", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 24}),
+    "qwen3.5": Case("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": True}),
+    "qwen3.5-moe": Case("Qwen3_5MoeTextConfig", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 24}),
+    "granite-4-hybrid": Case("GraniteMoeHybridConfig", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3,
+                                                        "embedding_multiplier": 3.0, "logits_scaling": 1.7}),
+    "granite-4-hybrid, dense": Case("GraniteMoeHybridConfig", {**GRANITE, "num_local_experts": 0,
+                                                               "position_embedding_type": "rope"}),
+    "lfm2": Case("Lfm2Config", {**SMALL, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}),
+    "lfm2-moe": Case("Lfm2MoeConfig", {**SMALL, **EXPERTS, "layer_types": ["conv", "full_attention", "conv"],
+                                       "num_dense_layers": 1}),
+    "nemotron-h, dense": Case("NemotronHConfig", {
+        **SMALL, "num_hidden_layers": 4, "head_dim": 10, "mamba_num_heads": 12, "mamba_head_dim": 10, "n_groups": 2,
+        "time_step_min": 1e-9,  # of prompts alone: transformers' decodes have no least step
+        "ssm_state_size": 16, "chunk_size": 16,
+        "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"]}),
+    "falcon-h1, both in each layer": Case("FalconH1Config", {**SMALL, **MAMBA2, "num_hidden_layers": 2,
+                                                             "mamba_d_ssm": 120}),
+    "bamba": Case("BambaConfig", {**SMALL, **MAMBA2, "attn_layer_indices": [1]}),
+    "jamba, token by token": Case("JambaConfig", {**SMALL, "num_hidden_layers": 2, "attn_layer_period": 2,
+                                                  "attn_layer_offset": 1, "num_experts": 4, "mamba_dt_rank": 5,
+                                                  "mamba_d_state": 8}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_logprobs_are_transformers(name, tmp_path):
+    case = CASES[name]
+    model = model_of(case.config, case.values)
+    engine = compare(save(model, tmp_path), model, case)
+    assert engine.executor.implementation == "transformers"
+    assert engine.capacity.has_states
+    assert engine.core.scheduler.stats.num_preemptions > 0
+    assert engine.core.scheduler.stats.num_cached_tokens == 0
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> tuple[Any, Path]:
+    """(transformers' model, the folder of its checkpoint)."""
+    model = model_of("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": False})
+    return model, save(model, tmp_path_factory.mktemp("qwen"))
+
+
+def expected_of(model: Any, engine: Engine, prompt: list[int], uid: int) -> list[int]:
+    return greedy_reference(model, prompt, engine.outputs[uid])
+
+
+def test_a_slot_that_had_another_request_begins_anew(qwen):
+    model, folder = qwen
+    engine = Engine(folder, max_num_seqs=1)
+    for prompt in prompts_of(Case("", {}, lengths=(19, 1, 5))):
+        (output,) = engine.generate([prompt], 6)
+        assert output == greedy_reference(model, prompt, output)
+
+
+def test_requests_join_and_leave_while_others_decode(qwen):
+    model, folder = qwen
+    engine, requests = Engine(folder, budget=12, max_num_seqs=3), []
+    for number, prompt in enumerate(prompts_of(Case("", {}, lengths=(9, 30, 1, 17, 5, 12)))):
+        requests.append((prompt, engine.submit(prompt, 3 + 4 * (number % 3))))
+        engine.step()
+        engine.step()
+    engine.run()
+    for prompt, uid in requests:
+        assert engine.outputs[uid] == expected_of(model, engine, prompt, uid)
+
+
+def test_choices_of_one_prompt_each_compute_their_own_state(qwen):
+    model, folder = qwen
+    engine, prompt = Engine(folder), list(range(40, 57))
+    first = engine.submit(prompt, 8)
+    others = [engine.submit(prompt, 8, fork_of=first) for _ in range(2)]
+    engine.run()
+    assert engine.outputs[first] == expected_of(model, engine, prompt, first)
+    assert [engine.outputs[uid] for uid in others] == [engine.outputs[first]] * 2
+
+
+def test_steps_under_way_beside_each_other_keep_the_order_of_states(qwen):
+    model, folder = qwen
+    engine = Engine(folder, budget=12, overlap=True)
+    prompts = prompts_of(Case("", {}, lengths=(9, 30, 17)))
+    for prompt, output in zip(prompts, engine.generate(prompts, 8), strict=True):
+        assert output == greedy_reference(model, prompt, output)
+
+
+def test_a_request_of_bad_numbers_leaves_its_neighbours_states_as_they_are(tmp_path):
+    model = model_of("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": False})
+    prompts = prompts_of(Case("", {}, lengths=(20, 9)))
+    sound = Engine(save(model, tmp_path / "sound"), budget=8).generate(prompts, 12, logit_bias=((250, -100.0),))
+    model.get_input_embeddings().weight.data[250] = float("nan")
+    engine = Engine(save(model, tmp_path / "broken"), budget=8)
+    uids = [engine.submit(prompt, 12, logit_bias=((250, -100.0),)) for prompt in prompts]
+    for _ in range(6):
+        engine.step()
+    culprit = engine.submit([3, 4, 250, 5], 12)
+    engine.run()
+    assert engine.finished[culprit].detail == RowFailure.NOT_A_NUMBER.value
+    assert [engine.outputs[uid] for uid in uids] == sound
+
+
+def test_a_prompts_logprobs_and_embeddings_are_transformers(qwen):
+    model, folder = qwen
+    engine, prompt = Engine(folder, budget=8), list(range(20, 41))
+    uid = engine.submit(prompt, 1, prompt_logprobs=0)
+    last, mean = engine.embed(prompt), engine.embed(prompt, "mean")
+    engine.run()
+    expected = logits_reference(model, prompt)[:-1].log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    found = torch.tensor([item.logprob for item in engine.prompt_logprobs[uid] if item is not None])
+    assert torch.allclose(found, expected, atol=1e-4)
+    with torch.inference_mode():
+        states = model.model(torch.tensor([prompt])).last_hidden_state[0]
+    for uid, state in ((last, states[-1]), (mean, states.mean(0))):
+        assert torch.allclose(torch.tensor(engine.embeddings[uid]), state / state.norm(), atol=1e-4)
+
+
+def test_adapters_change_modules_with_states_in_a_step_with_others(qwen, tmp_path):
+    model, folder = qwen
+    merged = write_adapter(tmp_path / "pirate", model, targets=("in_proj_qkv", "out_proj", "q_proj"), dora=True)
+    engine = Engine(folder, budget=10, model={"adapters": str(tmp_path)})
+    prompts = prompts_of(Case("", {}, lengths=(9, 22, 9, 14)))
+    uids = [engine.submit(prompt, 8, adapter=number % 2) for number, prompt in enumerate(prompts)]
+    engine.run()
+    for number, (prompt, uid) in enumerate(zip(prompts, uids, strict=True)):
+        assert engine.outputs[uid] == expected_of(merged if number % 2 else model, engine, prompt, uid)
+
+
+def test_weights_may_be_quantized_at_load(qwen):
+    model, folder = qwen
+    engine, prompt = Engine(folder, model={"quantization": "int8"}), list(range(20, 41))
+    uid = engine.submit(prompt, 1, logprobs=20)
+    engine.run()
+    expected = logits_reference(model, prompt)[-1].log_softmax(-1).topk(20).values
+    difference = (torch.tensor(engine.logprobs[uid][0].top_logprobs) - expected).abs().max()
+    assert 1e-4 < float(difference) < 0.5
+
+
+# -- the division of a step --------------------------------------------------------------------------------------------
+
+
+def divided(*rows: tuple[int, int, int], one_by_one: bool = False) -> list[tuple[list[int], int, bool, list[int]]]:
+    """Of rows (slot, start, tokens): the slots, the length, whether they are fresh, and the tokens of each piece."""
+    slots, starts, counts = (np.array(column) for column in zip(*rows, strict=True))
+    bounds = np.concatenate(([0], np.cumsum(counts)))
+    step = pieces_of(slots, starts, bounds, torch.device("cpu"), one_by_one=one_by_one)
+    places = torch.cat([piece.tokens for piece in step.pieces])
+    in_order = places if step.order is None else places[step.order]
+    assert in_order.tolist() == list(range(int(counts.sum())))
+    return [(p.slots.tolist(), p.length, p.is_fresh, p.tokens.tolist()) for p in step.pieces]
+
+
+def test_a_step_of_decodes_is_one_piece():
+    assert divided((4, 9, 1), (0, 3, 1), (2, 1, 1)) == [([4, 0, 2], 1, False, [0, 1, 2])]
+
+
+def test_rows_of_equal_length_are_one_piece_unless_one_begins():
+    assert divided((4, 9, 1), (0, 3, 2), (2, 0, 2), (1, 5, 2)) == [
+        ([4], 1, False, [0]),
+        ([0, 1], 2, False, [1, 2, 5, 6]),
+        ([2], 2, True, [3, 4]),
+    ]
+
+
+def test_one_by_one_only_what_goes_on_is_divided():
+    assert divided((4, 9, 2), (2, 0, 2), (1, 5, 3), one_by_one=True) == [
+        ([4, 1], 1, False, [0, 4]),
+        ([4, 1], 1, False, [1, 5]),
+        ([2], 2, True, [2, 3]),
+        ([1], 1, False, [6]),
+    ]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def plan_of(folder: Path, device_bytes: int, **engine: Any) -> Any:
+    config = Config().with_values(model={"path": str(folder)}, engine={"device": "cpu", **engine})
+    return make_plan(executor_settings(config), device_bytes)
+
+
+def test_the_plan_counts_the_states_of_all_slots(qwen):
+    plan = plan_of(qwen[1], 1 << 30, max_num_seqs=7)
+    of_layer = 4 * 8 * 6 * 4 + (2 * 2 * 8 + 4 * 6) * 3 * 4  # recurrence and convolution, in fp32
+    assert plan.states == 8 * 2 * of_layer  # and the scratch slot's
+    assert any("states of 7 running requests" in line for line in plan_lines(plan))
+
+
+def test_fewer_requests_run_at_once_where_their_states_would_fill_the_device(qwen, caplog):
+    plan = plan_of(qwen[1], 8 << 20, max_num_seqs=1000)
+    assert 1 < plan.cache.max_num_seqs < 1000
+    assert plan.states <= 1.1 * (8 << 20) / 8
+    assert "engine.max_num_seqs is" in caplog.text
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_swapping_is_refused(qwen):
+    with pytest.raises(ConfigError, match=r"scheduler.preemption: .*set it to preempt"):
+        Engine(qwen[1], preemption="swap")
+
+
+def test_a_draft_model_is_refused(qwen):
+    values = {"model": {"path": str(qwen[1])}, "engine": {"device": "cpu"}}
+    settings = executor_settings(Config().with_values(**values, speculation={"draft_model": str(qwen[1])}))
+    with pytest.raises(ConfigError, match=r"speculation.draft_model: .*set speculation.method to none"):
+        make_plan(settings, 1 << 30)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_draft_tokens_are_refused(method):
+    capacity = Capacity(16, [KVGroup(64)], 8, 64, 256, 100, has_states=True)
+    config = Config().with_values(speculation={"method": method})
+    with pytest.raises(ConfigError, match=r"speculation.method: .*set it to none"):
+        scheduler_options(config, capacity)
+    assert speculation_method("auto", capacity) == "none"
+
+
+def test_tokens_that_meet_outside_attention_and_states_are_refused(qwen):
+    model = Engine(qwen[1]).executor.model
+    block = model.base.layers[0].mlp
+    plain = block.forward
+    block.forward = lambda x: plain(x) + 0.1 * x.cumsum(1)
+    with pytest.raises(ConfigError, match="its tokens reach each other"):
+        model.verify()
+
+
+def test_a_state_that_a_module_keeps_itself_is_refused(qwen):
+    model = Engine(qwen[1]).executor.model
+    block, kept = model.base.layers[0].mlp, []
+    plain = block.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x[:, -1:])
+        return plain(x) + (kept[-2] if len(kept) > 1 else 0.0)
+
+    block.forward = forward
+    with pytest.raises(ConfigError, match="its tokens reach each other"):
+        model.verify()
