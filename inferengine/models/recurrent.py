@@ -48,11 +48,27 @@ def has_states(config: Any) -> bool:
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
 
 
+class StepCache(DynamicCache):
+    """transformers' cache as the model is given it. Keys and values are in the paged cache: here no token has any."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """Return the keys and values as they are."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions are given."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return those of a sequence without a past."""
+        return query_length, 0
+
+
 # -- recording ---------------------------------------------------------------------------------------------------------
 
 
-class RecordingCache(DynamicCache):
-    """transformers' cache for a run on `meta`, which notes the modules that use its states."""
+class RecordingCache(StepCache):
+    """The cache for a run on `meta`, which notes the modules that use its states."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -90,24 +106,24 @@ class RecordingCache(DynamicCache):
         )
 
     def get_conv_state(self, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor | None:
-        """As of DynamicCache."""
+        """As of transformers' cache."""
         self._note(layer_idx)
         return super().get_conv_state(layer_idx, *args, **options)
 
     def get_recurrent_state(self, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor | None:
-        """As of DynamicCache."""
+        """As of transformers' cache."""
         self._note(layer_idx)
         return super().get_recurrent_state(layer_idx, *args, **options)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor:
-        """As of DynamicCache."""
+        """As of transformers' cache."""
         self._note(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **options)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **options: Any
     ) -> torch.Tensor:
-        """As of DynamicCache."""
+        """As of transformers' cache."""
         self._note(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **options)
 
@@ -202,22 +218,6 @@ def pieces_of(
     computed = np.concatenate(places)
     in_order = bool((computed == np.arange(num_tokens)).all())
     return Pieces(pieces, num_tokens, None if in_order else torch.from_numpy(np.argsort(computed)).to(device))
-
-
-class StepCache(DynamicCache):
-    """The cache that the model is given in a step. Keys and values are in the paged cache: here no token has any."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """Return the keys and values as they are."""
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are given."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return those of a sequence without a past."""
-        return query_length, 0
 
 
 class RecurrentStates:

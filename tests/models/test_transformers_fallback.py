@@ -182,7 +182,7 @@ SMALL = {"vocab_size": 301, "hidden_size": 48, "num_hidden_layers": 2}
     ("config", "values", "reason"),
     [
         ("MambaConfig", SMALL, "it takes no positions"),
-        ("RecurrentGemmaConfig", SMALL, "it keeps a state between tokens that is not in transformers' cache"),
+        ("RwkvConfig", SMALL, "it keeps a state between tokens that is not in transformers' cache"),
         ("BloomConfig", SMALL, "it takes no positions"),
         ("GPTJConfig", MULTI_QUERY, "does not use transformers' attention interface"),
         ("XGLMConfig", {"vocab_size": 301, "d_model": 48}, "does not use transformers' attention interface"),
