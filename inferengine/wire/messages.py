@@ -44,6 +44,7 @@ EPOCH_BYTES = 8
 MAX_NAME_CHARACTERS = 256  # role, name, tenant, label, file names
 MAX_SALT_BYTES = 1024
 MAX_NOTE_BYTES = 256 * 1024
+MAX_SHARE_NAMES = 8  # of one request, with room for more levels than the engine divides by
 MAX_LIST_ITEMS = 65_536  # entries of one list in a message, beyond which no honest client goes
 MAX_STOP_CHARACTERS = 65_536  # of a stop string that a peer found
 MAX_U32 = 2**32 - 1
@@ -147,7 +148,8 @@ class Submit(Body, frozen=True):
     # u64[], the keys of this prompt's beginnings and of its session, which the engine tells all front ends.
     beginnings: Annotated[bytes, Meta(max_length=8 * MAX_BEGINNINGS)] = b""
     session: Annotated[bytes, Meta(max_length=8)] = b""
-    share: Names = ()  # whose share of the engine this uses within the tenant's, or without one: the largest first
+    # Whose share of the engine this uses within the tenant's, or without one: the largest first.
+    share: Annotated[tuple[Name, ...], Meta(max_length=MAX_SHARE_NAMES)] = ()
 
 
 class StopFound(NamedTuple):

@@ -133,6 +133,7 @@ def test_the_counts_of_a_queue_are_exact_under_any_history(policy: str) -> None:
 def test_cancelled_requests_are_dropped_while_none_is_admitted(policy: str) -> None:
     """One slot, one that holds it, one that waits for it, and somebody who sends and cancels: the queue's limits count
     the living, so the dead must not fill the memory."""
+    gc.collect()  # those of other tests
     run = Run(make_capacity(max_num_seqs=1), policy=policy)
     run.submit(make_request(1, max_tokens=60))
     run.step()

@@ -429,3 +429,53 @@ def test_prompts_of_two_units_a_token_advance_beside_a_stream() -> None:
     for _ in range(300):
         run.step()
     assert sorted(run.finished) == [1, 2, 3, 4]
+
+
+class CountedReads(dict[str, float]):
+    """Counts how often a name's counter is read."""
+
+    num_reads = 0
+
+    def __getitem__(self, name: str) -> float:
+        self.num_reads += 1
+        return super().__getitem__(name)
+
+
+def test_a_new_name_takes_no_longer_where_many_wait() -> None:
+    """Clients choose the names: whoever makes up a new one for each request must not slow the engine down."""
+    queue = FairShare()
+    sequences = [Sequence(make_request(uid, 1, tenant=f"name {uid}")) for uid in range(1, 3_000)]
+    for sequence in sequences:
+        queue.push(sequence)
+    queue._counters = counters = CountedReads(queue._counters)
+    for uid in range(3_000, 3_010):
+        queue.push(Sequence(make_request(uid, 1, tenant=f"name {uid}")))
+    assert counters.num_reads <= 100
+
+
+def test_idle_names_are_dropped_without_a_look_at_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "MAX_IDLE_NAMES", 4)
+    queue = FairShare()
+    for uid in range(1, 1_000):
+        queue.push(Sequence(make_request(uid, 1, tenant=f"waits {uid}")))
+    queue._counters = counters = CountedReads(queue._counters)
+    for uid in range(1_000, 1_040):
+        sequence = Sequence(make_request(uid, 1, tenant=f"left {uid}"))
+        queue.push(sequence)
+        queue.remove(sequence)
+    assert counters.num_reads <= 600
+    assert len(counters) <= 999 + 5
+
+
+def test_a_name_that_joins_starts_at_the_least_served_of_those_that_wait_and_run() -> None:
+    """Also where the queue's order has not been asked for since they were served."""
+    run = Run(make_capacity(200, max_num_seqs=2), policy="fair")
+    run.submit(*[make_request(uid, 6, 30, tenant=tenant) for uid, tenant in enumerate("abc", start=1)])
+    for _ in range(8):
+        run.step()
+    fair = run.scheduler.waiting.inner
+    assert isinstance(fair, FairShare)
+    least = min(fair.service(name) for name in "abc")
+    fair.charge(run.scheduler.sequences[3], 4)  # it waits
+    run.submit(make_request(4, 6, 30, tenant="d"))
+    assert fair.service("d") == min(fair.service(name) for name in "abc") > least

@@ -189,6 +189,16 @@ class TestWhatIsRefused:
         assert (error.field, error.id) == (field, ID)
         assert "must have strings as keys" in error.message
 
+    def test_more_names_of_a_share_than_any_engine_divides_by(self) -> None:
+        names = ["name"] * messages.MAX_SHARE_NAMES
+        body = {"id": ID, "stream": 1, "text": "x", "share": names}
+        message = messages.decode(frames_of(Kind.SUBMIT, body))
+        assert isinstance(message, Submit)
+        assert message.share == tuple(names)
+        error = error_of(frames_of(Kind.SUBMIT, {**body, "share": [*names, "name"]}))
+        assert (error.field, error.id) == ("share", ID)
+        assert str(messages.MAX_SHARE_NAMES) in error.message
+
     @pytest.mark.parametrize("raw", [[b"abc"], [b""], []])
     def test_a_prompt_that_is_missing_empty_or_cut(self, raw: list[bytes]) -> None:
         assert error_of(frames_of(Kind.SUBMIT, {"id": ID, "stream": 1}, *raw)).field == "prompt"

@@ -414,6 +414,7 @@ class FairShare:
         self._queues: dict[str, FirstComeFirstServed | FairShare] = {}  # none of them is empty
         self._parts: dict[str, FairShare] = {}  # next level, of names with something waiting or running
         self._counters: dict[str, float] = {}
+        self._resting: dict[str, None] = {}  # names with a counter and nothing waiting or running
         self._num_running: Counter[str] = Counter()  # names with something running
         self._idle: list[tuple[float, str]] = []  # heap of waiting names of which nothing runs, and of the others:
         self._busy: list[tuple[float, str]] = []  # an entry counts if it is in the right one and equals the counter
@@ -452,17 +453,13 @@ class FairShare:
                 self._head = self._queues[self._first]
                 return self._head.peek(now, num_running)
             self._first = None
-        for heap, has_running in ((self._idle, False), (self._busy, True)):
-            while heap:
-                counter, name = heap[0]
-                if name not in self._queues or (name in self._num_running) != has_running:
-                    heapq.heappop(heap)
-                elif counter != self._counters[name]:
-                    heapq.heapreplace(heap, (self._counters[name], name))
-                else:
-                    self._head = self._queues[name]
-                    return self._head.peek(now, num_running)
-        return None
+        name = self._least_served(self._idle, has_running=False)
+        if name is None:
+            name = self._least_served(self._busy, has_running=True)
+        if name is None:
+            return None
+        self._head = self._queues[name]
+        return self._head.peek(now, num_running)
 
     def pop(self) -> Sequence:
         """Take out the sequence that `peek` returned."""
@@ -473,6 +470,8 @@ class FairShare:
         name = self._name(sequence)
         if not len(self._queues[name]):
             del self._queues[name]
+            if name not in self._num_running:
+                self._resting[name] = None  # until `started`
         if not sequence.num_preemptions:
             num_prompt = sequence.num_prompt if sequence.leader is None else 1  # who shares a prompt computes one token
             self._counters[name] += PROMPT_WEIGHT * num_prompt * sequence.token_cost
@@ -496,6 +495,7 @@ class FairShare:
         name = self._name(sequence)
         if name not in self._counters:  # dropped while the sequence waited for fault isolation, not here
             self._lift(name)
+        self._resting.pop(name, None)
         self._num_running[name] += 1
         if self._num_running[name] == 1 and name in self._queues:
             self._enter(name)
@@ -536,13 +536,12 @@ class FairShare:
 
     def share(self) -> float:
         """Return one over the number of active names."""
-        return 1 / max(1, len(self._active()))
+        return 1 / max(1, self._num_active())
 
     @property
     def is_shared(self) -> bool:
         """Whether more than one is active."""
-        active = self._active()
-        return len(active) > 1 or (not self._is_last and any(self._parts[name].is_shared for name in active))
+        return self._num_active() > 1 or (not self._is_last and any(part.is_shared for part in self._parts.values()))
 
     def victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
         """Return the sequence admitted last of the name with the most running, at every level: who floods the engine
@@ -617,8 +616,9 @@ class FairShare:
     def _name(self, sequence: Sequence) -> str:
         return sequence.request.share[self._level]
 
-    def _active(self) -> set[str]:
-        return self._num_running.keys() | self._queues.keys()
+    def _num_active(self) -> int:
+        """Names with anything waiting or running. Only those that run are gone through, at most as many as slots."""
+        return len(self._queues) + sum(name not in self._queues for name in self._num_running)
 
     def _count(self, sequence: Sequence, change: int) -> None:
         self._length += change
@@ -626,7 +626,10 @@ class FairShare:
 
     def _charge(self, share: Share, service: float) -> None:
         name = share[self._level]
-        self._counters[name] = self._counters.get(name, 0.0) + service
+        counter = self._counters.get(name)
+        if counter is None:  # dropped before its last tokens came
+            counter, self._resting[name] = 0.0, None
+        self._counters[name] = counter + service
         part = self._parts.get(name)
         if part is not None:
             part._charge(share, service)
@@ -664,22 +667,39 @@ class FairShare:
             heapq.heapify(self._idle)
             heapq.heapify(self._busy)
 
+    def _least_served(self, heap: list[tuple[float, str]], *, has_running: bool) -> str | None:
+        """Return the waiting name of this heap with the smallest counter; outdated entries before it are dropped."""
+        while heap:
+            counter, name = heap[0]
+            if name not in self._queues or (name in self._num_running) != has_running:
+                heapq.heappop(heap)
+            elif counter != self._counters[name]:
+                heapq.heapreplace(heap, (self._counters[name], name))
+            else:
+                return name
+        return None
+
     def _lift(self, name: str) -> None:
-        """Raise the counter of a name that joins to that of the least served active one."""
-        active = self._active()
+        """Raise the counter of a name that joins to that of the least served active one.
+
+        Clients choose the names: this takes no longer where many wait.
+        """
+        active = [*self._num_running]
+        if (waiting := self._least_served(self._idle, has_running=False)) is not None:
+            active.append(waiting)
         floor = min((self._counters[one] for one in active), default=self._floor)
         self._counters[name] = max(self._counters.get(name, 0.0), floor)
+        self._resting.pop(name, None)
         most_idle = MAX_IDLE_PARTS if self._level else MAX_IDLE_NAMES
-        if len(self._counters) > most_idle + len(active):
-            # clients choose the names: drop the idle ones with the least service; joining again lifts them anyway
-            idle = [one for one in self._counters if one not in active and one != name]
-            for one in heapq.nsmallest(most_idle // 2, idle, key=self._counters.__getitem__):
-                del self._counters[one]
+        if len(self._resting) >= most_idle:  # drop those with the least service: joining again lifts them anyway
+            for one in heapq.nsmallest(most_idle // 2, self._resting, key=self._counters.__getitem__):
+                del self._counters[one], self._resting[one]
 
     def _left(self, name: str) -> None:
         """Note that nothing of this name waits or runs. Names that come to an empty engine start from its counter:
         service that it got alone does not count against it."""
         if name not in self._num_running:
+            self._resting[name] = None
             self._floor = max(self._floor, self._counters[name])
             self._parts.pop(name, None)
 
