@@ -139,6 +139,23 @@ def test_a_row_is_drawn_alike_alone_and_among_others():
         assert draw(slots, logits[index : index + 1]) == [together[index]]
 
 
+def test_a_row_without_filters_keeps_the_whole_vocabulary_beside_rows_with_some():
+    """The masses of all tokens may add up to more than 1: top_p of 1 must not leave out the last ones."""
+    scores = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0)) * 8
+    values, _ = reference_sampling.candidates(scores, torch.tensor([0]), torch.tensor([1.0]), torch.tensor([0.0]))
+    assert values.shape == scores.shape
+    assert bool(values.isfinite().all())
+
+
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"allowed_token_ids": (141,)}, {"top_p": 0.01}])
+def test_the_only_token_left_is_drawn_whatever_its_noise(params):
+    """This seed's word for token 141 at position 6 rounds to 2^32, for which the formula of the noise gives -inf."""
+    slots = seeded(SamplingParams(temperature=0.7, **params), 614_524)
+    logits = random_logits(1)
+    logits[0, 141] = 30.0
+    assert draw(slots, logits) == [141]
+
+
 def test_penalties_by_their_formulas():
     params = SamplingParams(temperature=0.0, repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.3)
     output = [42, 42, 7]

@@ -205,3 +205,16 @@ def test_a_row_without_a_winner_fails_alone(logits, device):
     assert ids[:3].tolist() == [-2, -1, -1]
     assert bool((ids[3:] >= 0).all())
     assert slots.tokens[:3, 9].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("needs", [RANDOM, RANDOM | FILTER])
+def test_the_only_token_left_is_drawn_whatever_its_noise(needs, device):
+    """This seed's word for token 428 at position 9 rounds to 2^32, for which the formula of the noise gives -inf."""
+    slots = make_slots(1, device)
+    slots.seed.fill_(364)
+    slots.top_k.fill_(1 if needs & FILTER else 0)
+    logits = torch.full((1, VOCAB), float("-inf"), device=device)
+    logits[0, 428] = 1.0
+    rows, positions = torch.zeros(1, device=device).int(), torch.full((1,), 9, device=device).int()
+    assert reference.sample(logits.clone(), slots, rows, positions, needs).tolist() == [428]
+    assert sample(logits, slots, rows, positions, needs).tolist() == [428]

@@ -202,6 +202,7 @@ LONGER = 4  # times as long as the list before
 NO_NUMBER = -1  # in place of an id: the winning score is NaN or infinite
 NO_TOKEN = -2  # in place of an id: every token is forbidden
 FEW = 16  # noise is made for what masks have left where that is less than a FEW-th of the vocabulary
+LARGEST_UNIFORM = 1 - 2.0**-24  # words that round to 1 would give noise of -inf, as if their tokens were forbidden
 LEAST_SAVED = 1 << 15  # numbers that are not needed, from which on a second, smaller draw pays for itself
 _MASK = 0xFFFFFFFF
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -346,6 +347,7 @@ def candidates(
     """
     vocab_size = scaled.shape[1]
     limit = torch.where(top_k > 0, top_k, vocab_size).clamp_max(vocab_size).unsqueeze(1).long()
+    share = torch.where(top_p < 1.0, top_p, torch.inf)  # the mass of all may round to more than 1
     count = min(FIRST_CANDIDATES, vocab_size)
     while True:
         if count < vocab_size:
@@ -360,7 +362,7 @@ def candidates(
         total = torch.where(limit > count, scaled.logsumexp(-1, keepdim=True), by_k.logsumexp(-1, keepdim=True))
         mass = (by_k - total).exp()
         before = mass.cumsum(-1) - mass
-        kept = before.gather(1, _first_of_ties(values)) < top_p.unsqueeze(1)  # ties stand or fall together
+        kept = before.gather(1, _first_of_ties(values)) < share.unsqueeze(1)  # ties stand or fall together
         kept &= within_k & (values - values[:, :1] >= min_p.unsqueeze(1).log())
         kept[:, 0] = True
         # where top-k ends behind this list, the mass that top-p is a share of is not known yet
@@ -410,7 +412,7 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Ten
         words = four.flatten(1)[:, :tokens]
     else:
         words = four.gather(-1, (tokens % 4).long().unsqueeze(-1)).squeeze(-1)
-    uniform = words.add_(0.5).mul_(2.0**-32)
+    uniform = words.add_(0.5).mul_(2.0**-32).clamp_(max=LARGEST_UNIFORM)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 

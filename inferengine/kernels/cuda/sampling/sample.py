@@ -64,13 +64,13 @@ def natural_log(x, FAST: tl.constexpr):
 
 @triton.jit
 def gumbel_of(word, FAST: tl.constexpr):
-    """Gumbel noise of a uniform 32-bit word: -log(-log1p(-w)), w = (word + 0.5) / 2^32 in float32."""
+    """Gumbel noise of a uniform 32-bit word: -log(-log1p(-w)), w = (word + 0.5) / 2^32 in float32, at most 1 - 2^-24:
+    noise of -inf would look like a token that is forbidden."""
     w = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     # -log1p(-w) by its series where w is small: there the winners are, and there it must be exact
     series = 1.0 + w * (0.5 + w * (1.0 / 3 + w * (0.25 + w * (0.2 + w * (1.0 / 6 + w * (1.0 / 7 + w * 0.125))))))
-    large = -natural_log(tl.maximum(1.0 - w, 1.0e-30), FAST)
-    exponential = tl.where(w < 0.0625, w * series, large)
-    return tl.where(w < 1.0, -natural_log(exponential, FAST), float("-inf"))
+    large = -natural_log(tl.maximum(1.0 - w, 5.960464477539063e-08), FAST)
+    return -natural_log(tl.where(w < 0.0625, w * series, large), FAST)
 
 
 @triton.jit
