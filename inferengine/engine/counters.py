@@ -31,7 +31,7 @@ COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class Counters:
-    """Everything counted since the start of the engine."""
+    """Counts of requests since the start of the engine."""
 
     def __init__(self) -> None:
         self.first_token_s = Histogram(FIRST_TOKEN_S)
@@ -56,13 +56,13 @@ class Counters:
         self.num_connections = 0  # clients connected now
 
     def accepted(self, num_choices: int, max_tokens: int) -> None:
-        """A SUBMIT was accepted."""
+        """Count an accepted SUBMIT."""
         self.num_accepted += 1
         self.choices.observe(num_choices)
         self.max_tokens.observe(max_tokens)
 
     def ended(self, row: Finished, reason: str, num_tokens: int) -> None:
-        """A choice ended. `reason` and `num_tokens` as its client sees them."""
+        """Count the end of a choice. `reason` and `num_tokens`: as its client sees them."""
         self.finished[reason] += 1
         self.request_s.observe(row.total_s)
         self.prompt_tokens.observe(row.num_prompt)
@@ -90,11 +90,11 @@ class Counters:
         return {"ok": ok, **finished, "rejected": sum(rejected.values()), "cache_rejected": cache_rejected}
 
     def histograms(self) -> dict[str, dict[str, Any]]:
-        """By the name that vLLM gives them, without its prefix."""
+        """Return the histograms by their names in vLLM, without its prefix."""
         return {name: histogram.to_map() for name, histogram in self._named()}
 
     def percentiles(self) -> dict[str, dict[str, float]]:
-        """p50, p95 and p99 in seconds."""
+        """Return p50, p95 and p99 of each histogram, in seconds."""
         return {
             "latency": self.request_s.percentiles(),
             "time_to_first_token": self.first_token_s.percentiles(),

@@ -1,4 +1,4 @@
-"""What state the engine process is in, whether it still comes forward, and when and with which exit code it ends.
+"""The state of the engine process, whether it still makes progress, and when and with which exit code it ends.
 
 Lifecycle has the state, the loading progress and the signs of life, which the threads share. Each attribute is written
 by one thread and read by the others as it is; none needs a lock.
@@ -83,7 +83,7 @@ class Lifecycle:
             self._on_change()
 
     def report(self, phase: str, share: float) -> None:
-        """Loading progress: `share` in [0, 1] of the phase."""
+        """Set the loading progress: `share`, in [0, 1], of a phase."""
         self.mark(phase)
         self.progress = (phase, share)
         self._on_change()
@@ -115,7 +115,7 @@ class UnchangedTimer:
         self.waited_s = 0.0
 
     def look(self, mark: object, now: float) -> float:
-        """Seconds for which the value has been `mark`."""
+        """Return for how many seconds the value has been `mark`."""
         if self._looked_s is None or mark != self._mark:
             self.waited_s = 0.0
         else:
@@ -125,7 +125,7 @@ class UnchangedTimer:
 
 
 class Shutdown:
-    """Decides that the engine ends. `exit_code` is the process's exit code, as far as is known."""
+    """Decides when the engine ends, and with which exit code. `exit_code`: as far as it is known."""
 
     def __init__(self, config: EngineConfig, lifecycle: Lifecycle) -> None:
         self.exit_code: int = ExitCode.OK
@@ -148,7 +148,7 @@ class Shutdown:
         return self._failed.is_set()
 
     def drain(self) -> None:
-        """Finish what runs, within the drain time. Any number of times."""
+        """End the engine after running requests, within the drain timeout. May be called repeatedly."""
         if self._drain_by_s is None:
             self._drain_by_s = self._lifecycle.clock() + self._config.drain_timeout_s
         if self._lifecycle.state != STOPPING:
@@ -156,7 +156,7 @@ class Shutdown:
         self._changed.set()
 
     def abort(self) -> None:
-        """Do not wait for what runs."""
+        """End the engine without waiting for running requests."""
         self.exit_code = ExitCode.ABORTED
         self._aborting.set()
         self.drain()
@@ -177,11 +177,11 @@ class Shutdown:
         self.fail(ExitCode.CRASH, error)
 
     def notify_failure(self, function: Callable[[], None]) -> None:
-        """Have `function` called once, when the engine cannot go on, in the thread that found out."""
+        """Call `function` once when the engine has failed, in the thread that found the failure."""
         self._on_failure = function
 
     def wait(self, is_drained: Callable[[], bool]) -> None:
-        """Return when the engine is to end now."""
+        """Wait until the engine must end."""
         look_s = min(1.0, self._config.frozen_after_s / 4)
         loop, io = UnchangedTimer(2 * look_s), UnchangedTimer(2 * look_s)
         while not self._failed.is_set() and not self._aborting.is_set():
@@ -197,8 +197,10 @@ class Shutdown:
             time.sleep(CHECK_S)
 
     def _is_frozen(self, loop: UnchangedTimer, io: UnchangedTimer) -> bool:
-        """Whether the loop or the I/O thread has not turned for too long; the end has begun then. A step that the
-        device computes is judged by the step watchdog, as long as there is one."""
+        """Return whether the loop or the I/O thread has not turned for too long; if so, the end has begun.
+
+        A step that the device computes is judged by the step watchdog, if there is one.
+        """
         lifecycle, frozen_after_s = self._lifecycle, self._config.frozen_after_s
         now = lifecycle.clock()
         loop_s = loop.look((lifecycle.turned_s, lifecycle.step_seen_s), now) if lifecycle.turned_s is not None else 0.0
@@ -213,7 +215,7 @@ class Shutdown:
 
 
 def all_tracebacks() -> str:
-    """The stacks of all threads, whichever holds the interpreter. As text: writing to standard error may block."""
+    """Return the stacks of all threads. As text, because writing to standard error may block."""
     with os.fdopen(os.memfd_create("tracebacks"), "w+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -240,7 +242,7 @@ MAX_SUMMARY = 500
 
 
 class Stall(NamedTuple):
-    """A step that did not end. `uids` are of the requests that had a row in it."""
+    """A step that did not end. `uids`: the requests with a row in it."""
 
     uids: frozenset[int]
     summary: str  # one line, without a word about who asked
@@ -248,7 +250,7 @@ class Stall(NamedTuple):
 
 
 def stall_rule(factor: float, min_s: float, device: str) -> StallRule | None:
-    """The configured rule for a kind of device (`cuda`, `cpu`); None: nothing is watched."""
+    """Return the configured rule for a kind of device (`cuda`, `cpu`); None: steps are not watched."""
     if not factor:
         return None
     least_s = min_s or MIN_S.get(device, MIN_S["cpu"])
@@ -256,7 +258,7 @@ def stall_rule(factor: float, min_s: float, device: str) -> StallRule | None:
 
 
 class StepWatchdog:
-    """Watches the steps of one core. `busy` is called by the loop, `run` is the thread's."""
+    """Watches the steps of one core. The loop calls `busy`; `run` is the watching thread."""
 
     def __init__(
         self,
@@ -292,7 +294,7 @@ class StepWatchdog:
         self._limit: tuple[Prediction, float] | None = None  # of the step, once it is late
 
     def busy(self, is_busy: bool) -> None:
-        """The loop has work, or has none any more."""
+        """Record that the loop has work, or none any more."""
         if is_busy:
             self._busy.set()
         else:
@@ -304,7 +306,7 @@ class StepWatchdog:
         self._busy.set()
 
     def run(self) -> None:
-        """Look until closed or until a stall."""
+        """Watch until closed, or until a step has stalled."""
         try:
             while not self._closed.is_set():
                 self._busy.wait()
@@ -315,7 +317,7 @@ class StepWatchdog:
             logger.exception("steps are not watched any more")
 
     def look(self, now: float) -> bool:
-        """Whether the oldest step under way has stalled; `on_stall` has been called then."""
+        """Return whether the oldest step in flight has stalled; if so, `on_stall` has been called."""
         step = self._core.under_way
         is_same = step is not None and step is self._step
         waited_s = self._patience.look(0 if step is None else id(step), now)
@@ -352,7 +354,7 @@ class StepWatchdog:
         return True
 
     def _learn(self) -> None:
-        """From the latest finished steps; of those in between nothing is known, nor needed."""
+        """Learn from the latest finished steps. Steps between two looks are not measured; that is no loss."""
         finished = self._core.finished
         for kind in tuple(finished):
             item = finished.pop(kind, None)
@@ -404,7 +406,7 @@ class StepWatchdog:
 
 
 class _Excuses:
-    """Why a step takes time that is not its own."""
+    """Finds reasons why time passes without the step's fault: compilation, and page faults."""
 
     def __init__(self, loop_ident: int) -> None:
         self._loop_ident = loop_ident
@@ -427,20 +429,20 @@ def _major_faults() -> int:
 
 
 def _where(frame: FrameType) -> list[str]:
-    """The innermost frames, without the folders above the packages."""
+    """Return the innermost frames as text, with paths relative to the packages."""
     found = traceback.extract_stack(frame)[-STACK_FRAMES:]
     return [f"{'/'.join(item.filename.split('/')[-3:])}:{item.lineno} {item.name}" for item in reversed(found)]
 
 
 class StallHistory(NamedTuple):
-    """The number of stalls so far, and the latest one's error."""
+    """The number of stalls so far, and the error of the latest."""
 
     number: int = 0
     last: str = ""
 
 
 def record_path(config: Config) -> Path | None:
-    """Beside the engine's socket; with an address that is no file in the runtime directory. None: there is none."""
+    """Return the file's path: beside the engine's unix socket, else in the runtime directory; None without either."""
     address = engine_address(config)
     if address.startswith("ipc://"):
         return Path(address.removeprefix("ipc://") + ".stalls")
@@ -451,13 +453,13 @@ def record_path(config: Config) -> Path | None:
 
 
 class StallRecord:
-    """The file. One that cannot be read or written is none: an engine serves without."""
+    """Keeps the history in a file. Errors of reading and writing are ignored: the engine serves without it."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def read(self) -> StallHistory:
-        """The history in the file; an empty one where it cannot be read."""
+        """Return the history in the file; an empty one if it cannot be read."""
         if self._path is None:
             return StallHistory()
         try:
@@ -471,7 +473,7 @@ class StallRecord:
             return StallHistory()
 
     def write(self, stalls: StallHistory) -> None:
-        """Replace the file."""
+        """Write the history, replacing the file."""
         if self._path is None:
             return
         beside = self._path.with_suffix(".new")
@@ -484,7 +486,7 @@ class StallRecord:
             logger.warning("the record of stalls cannot be written: %s", error.strerror)
 
     def clear(self) -> None:
-        """The engine ends as it was asked to."""
+        """Remove the file, because the engine ends as requested."""
         if self._path is None:
             return
         try:

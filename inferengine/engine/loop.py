@@ -35,14 +35,14 @@ RATE_MEMORY = 0.8
 
 
 class StepObserver(Protocol):
-    """Hears of each turn of the core, before and after. Its methods must not raise."""
+    """Is called before and after each turn of the core. Its methods must not raise."""
 
     def begins(self) -> None:
-        """A turn of the core begins."""
+        """Called before a turn of the core."""
         ...
 
     def ended(self, computed: bool) -> None:
-        """`computed`: whether the turn gave the device something to do."""
+        """Called after a turn. `computed`: whether the turn launched a step."""
         ...
 
 
@@ -124,12 +124,12 @@ class Loop(Protocol):
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Rate at which prompts are taken in; 0: not known."""
+        """Prompt tokens computed per second; 0: not known."""
         ...
 
     @property
     def num_failed_steps(self) -> int:
-        """Steps that raised."""
+        """Number of steps that raised."""
         ...
 
     @property
@@ -169,19 +169,19 @@ class Loop(Protocol):
         ...
 
     def observe_steps(self, observer: StepObserver | None) -> None:
-        """Have `observer` told of each step from now on. In the loop's thread."""
+        """Call `observer` for each step from now on. In the loop's thread."""
         ...
 
     def queued(self, share: Share | None = None) -> tuple[int, int]:
-        """Requests and prompt tokens that wait."""
+        """Return how many requests and prompt tokens wait; with a share, before its next request."""
         ...
 
     def run(self) -> None:
-        """Turn until stopped. In the loop's thread."""
+        """Run the loop until stopped. In the loop's thread."""
         ...
 
     def stop(self) -> None:
-        """Have `run` left."""
+        """Make `run` return."""
         ...
 
 
@@ -316,7 +316,7 @@ class EngineLoop:
                 raise DeviceLost("the device is gone") from self._fatal
 
     def observe_steps(self, observer: StepObserver | None) -> None:
-        """Have `observer` told of each step from now on; None: nobody. In the loop's thread."""
+        """Call `observer` for each step from now on; None: no observer. In the loop's thread."""
         self.observer = observer
 
     def observe_failure(self, error: BaseException) -> None:
@@ -346,7 +346,7 @@ class EngineLoop:
             self._take_snapshot(now)
 
     def _measure(self, num_tokens: int, num_rows: int, duration_s: float) -> None:
-        """The rate at which prompts are taken in, from steps that mostly do that."""
+        """Measure the rate at which prompts are computed, from steps that mostly do that."""
         if num_tokens > 2 * num_rows and duration_s > 0:
             rate, old = num_tokens / duration_s, self.prefill_tokens_per_s
             self.prefill_tokens_per_s = RATE_MEMORY * old + (1 - RATE_MEMORY) * rate if old else rate
@@ -357,7 +357,7 @@ class EngineLoop:
             self._run_command(command)
 
     def _commands(self, timeout_s: float) -> Iterator[LoopCommand]:
-        """All that is there; waits for the first at most `timeout_s`."""
+        """Return all commands that have arrived, after waiting at most `timeout_s` for the first."""
         inbox = self._inbox
         try:
             yield inbox.get(timeout=timeout_s) if timeout_s else inbox.get_nowait()
@@ -404,11 +404,11 @@ class EngineLoop:
 
 
 def accept_any(params: SamplingParams, grammar: GrammarSpec | None, *, resumes: bool) -> None:
-    """Refuse nothing: this engine's executor takes every field."""
+    """Refuse nothing: this engine's executor supports every field."""
 
 
 class CheckRequest(Protocol):
-    """Refuses what the loop cannot do."""
+    """Refuses requests that the loop cannot compute."""
 
     def __call__(self, params: SamplingParams, grammar: GrammarSpec | None, *, resumes: bool) -> None:
         """Raise InvalidRequest naming the field. `resumes`: the request goes on with output of an earlier engine."""
@@ -417,18 +417,18 @@ class CheckRequest(Protocol):
 
 @runtime_checkable
 class RelayLoop(Loop, Protocol):
-    """A loop without an executor: what computes is elsewhere. All four in the loop's thread, but `check`."""
+    """A loop without an executor: other servers compute. All methods but `check` belong to the loop's thread."""
 
     implementation: str
 
     def load(self, progress: Progress) -> Capacity:
-        """Wait until what computes is there."""
+        """Wait until another server is there to compute."""
         ...
 
     def begin(
         self, lifecycle: Lifecycle, post: Callable[[LoopOutput], None], on_turn: Callable[[], None] = lambda: None
     ) -> None:
-        """Say where output goes, as EngineLoop's arguments do. Before `run`."""
+        """Set where output is posted, and what is called at each turn. Call it before `run`."""
         ...
 
     def check(self, params: SamplingParams, grammar: GrammarSpec | None, *, resumes: bool) -> None:
@@ -436,7 +436,7 @@ class RelayLoop(Loop, Protocol):
         ...
 
     def close(self) -> None:
-        """Free what it holds, after `run`."""
+        """Free all resources, after `run`."""
         ...
 
 

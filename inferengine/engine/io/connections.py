@@ -1,4 +1,4 @@
-"""Connections: receive every message of every client, and route it to the part that answers it.
+"""Receive every message of every client, and pass it to the part that handles it.
 
 Handles HELLO, leases, credit, MODEL, PING, ADMIN and BYE; passes SUBMIT, ATTACH and CANCEL on to the intake. Bytes that
 are no message are answered with REJECT and affect no other connection.
@@ -52,7 +52,7 @@ AdminOp = Callable[[dict[str, Any], SendReply], None]  # arguments, and what tak
 
 
 class Connections:
-    """All connections. Used by the I/O thread only."""
+    """The connections of all clients. Used by the I/O thread only."""
 
     def __init__(
         self,
@@ -101,22 +101,22 @@ class Connections:
 
     @property
     def model(self) -> ModelInfo | None:
-        """The loaded model with its adapters of now; None before it is announced."""
+        """The loaded model with its current adapters; None before it is announced."""
         return None if self._model is None else self._model.replace(adapters=tuple(sorted(self._adapters)))
 
     @property
     def has_backlog(self) -> bool:
-        """Whether an answer waits because a pipe is full."""
+        """Whether any message is queued because a pipe is full."""
         return any(connection.backlog for connection in self.by_routing_id.values())
 
     def announce(self, model: ModelInfo) -> None:
-        """The model is loaded: tell it in every WELCOME from now on."""
+        """Set the loaded model, which every WELCOME announces from now on."""
         self._model = model
 
     # -- coming in ---------------------------------------------------------------------------------------------------
 
     def receive(self, frames: Sequence[bytes], now: float) -> None:
-        """One message as the ROUTER gives it: routing id first."""
+        """Handle a message from the ROUTER, whose first frame is the routing id."""
         routing_id, connection = frames[0], self.by_routing_id.get(frames[0])
         if connection is not None:
             connection.back(now)
@@ -220,7 +220,7 @@ class Connections:
             connection.answer(messages.encode(Goodbye(reason)), now)
 
     def tick(self, now: float) -> None:
-        """Check leases and stalled readers, and try full pipes again."""
+        """Drop connections whose lease is over or that stall, and send what is queued for full pipes."""
         wire = self._config.wire
         if paused_s := missed_s(now, self._ticked_s + TICK_S):
             self._extend_deadlines(paused_s, now)
@@ -253,7 +253,7 @@ class Connections:
             connection.answer(messages.encode(self._welcome(connection)), now)
 
     def _extend_deadlines(self, paused_s: float, now: float) -> None:
-        """This process was paused: extend leases and time limits by that time."""
+        """Extend leases and time limits by the time for which this process was paused."""
         logger.warning("the engine did not run for %.1f s: leases go on from there", paused_s)
         for connection in self.by_routing_id.values():
             connection.extend_deadlines(paused_s, now)
@@ -261,7 +261,7 @@ class Connections:
 
     @property
     def all_sent(self) -> bool:
-        """Whether no reachable connection waits for anything."""
+        """Return whether every reachable connection has been sent everything."""
         return not any(
             connection.gone_since_s is None and (connection.dirty or connection.backlog)
             for connection in self.by_routing_id.values()
@@ -269,19 +269,22 @@ class Connections:
 
     @property
     def all_handled(self) -> bool:
-        """Whether every reachable connection has acknowledged all that it was sent. What lies unread at a client when
-        its connection ends is lost there: its socket drops it (IMMEDIATE, wire/sockets.py)."""
+        """Return whether every reachable connection has acknowledged everything.
+
+        Messages that a client has not read when its connection ends are lost: its socket drops them (IMMEDIATE,
+        wire/sockets.py).
+        """
         return self.all_sent and not any(
             connection.gone_since_s is None and connection.unacknowledged for connection in self.by_routing_id.values()
         )
 
     @property
     def all_gone(self) -> bool:
-        """Whether no connection is reachable."""
+        """Return whether no connection is reachable."""
         return all(connection.gone_since_s is not None for connection in self.by_routing_id.values())
 
     def _read_by(self, connection: Connection) -> list[SubmittedRequest]:
-        """Submissions that only this connection reads."""
+        """Return the submissions that only this connection reads."""
         submissions = {s.log.submission.id: s.log.submission for s in connection.streams.values()}
         return [
             submission

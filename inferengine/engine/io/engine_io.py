@@ -1,4 +1,4 @@
-"""EngineIO: the I/O thread and all that belongs to it, constructed in the order in which the parts need each other.
+"""EngineIO: the I/O thread with its parts, constructed in the order in which they need each other.
 
 The thread owns the sockets. It sleeps until a message, a call from another thread (the output of a step, for one) or a
 timer is there. Calls go before messages, and both are bounded in each turn: a flood of messages delays no tokens, and a
@@ -70,7 +70,7 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
 class IOThread:
-    """Runs calls given to `call` and the handlers given to `start`, all in one thread."""
+    """A thread that owns the sockets, and runs the handlers of `start` and the functions passed to `call`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class IOThread:
         self._thread.start()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Have this called in the I/O thread, soon. Does not block; from any thread."""
+        """Run a function in the I/O thread, soon. Does not block. In any thread."""
         self._calls.append(function)
         if self._woken:
             return
@@ -116,7 +116,7 @@ class IOThread:
                 os.eventfd_write(self._wake_fd, 1)
 
     def ask(self, question: Callable[[], T]) -> T | None:
-        """Have `question` answered in this thread, which owns what it reads; None when that takes too long."""
+        """Return the result of `question`, run in the I/O thread, which owns what it reads; None after a timeout."""
         answer: list[T] = []
         asked = threading.Event()
 
@@ -128,8 +128,10 @@ class IOThread:
         return answer[0] if asked.wait(ANSWER_S) else None
 
     def catch_up(self, most: int) -> None:
-        """Wait while this thread is more than `most` calls behind, so that a faster poster gives it the interpreter.
-        For a second at most: a failed I/O thread must not stop the loop."""
+        """Wait while the I/O thread is more than `most` calls behind, so that it gets the interpreter.
+
+        At most a second: a failed I/O thread must not stop the loop.
+        """
         if len(self._calls) > most:
             done = threading.Event()
             self.call(done.set)
@@ -164,7 +166,7 @@ class IOThread:
         self._endpoint.events.send_multipart(frames, zmq.NOBLOCK)
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread after what it was called for so far, and close the sockets."""
+        """End the thread after all calls so far, and close the sockets."""
         if self._thread is None:
             self._endpoint.close(0)
             self._close_wake_fd()
@@ -173,8 +175,8 @@ class IOThread:
         self._thread.join(timeout_s)
 
     def _replay(self, replay: zmq.Socket[bytes]) -> None:
-        """`[connection, empty, first number]`: the batches of KV events from there on, as they were published; then one
-        of the number -1 without topic and payload."""
+        """Answer requests `[connection, empty, first number]`: the batches of KV events from that number on, as they
+        were published, then one with the number -1 and without topic and payload."""
         frames = replay.recv_multipart(zmq.NOBLOCK)
         if len(frames) != 3 or len(frames[2]) != 8:
             return
@@ -242,8 +244,11 @@ class IOThread:
 
 
 class Termination(NamedTuple):
-    """How every open choice ends when the engine does. `suspects` end with `engine_stalled` and `suspicion`: a client
-    that sends one of them again must know that it may be the cause."""
+    """How open choices end when the engine ends.
+
+    `suspects` end with `engine_stalled` and `suspicion`: a client that sends one again must know that it may be the
+    cause.
+    """
 
     reason: str
     code: str
@@ -253,7 +258,7 @@ class Termination(NamedTuple):
 
 
 class EngineIO:
-    """The parts of the I/O thread. Methods may be called from any thread unless they say otherwise."""
+    """The I/O thread and its parts. Methods may be called from any thread unless they say otherwise."""
 
     def __init__(
         self,
@@ -337,11 +342,11 @@ class EngineIO:
     # -- from other threads ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start the I/O thread: messages are answered from now on."""
         self._thread.start(self.connections.receive, self._tick, self._kv_events.replay)
 
     def prepare_grammars(self, vocab_size: int, eos_token_ids: list[int]) -> None:
-        """Begin with what a large vocabulary needs before its first grammar. In the loop's thread, while loading."""
+        """Start what grammars over a large vocabulary need first. Call it in the loop's thread, while loading."""
         self._grammars.prepare(vocab_size, eos_token_ids)
 
     def wait_for_text(self) -> None:
@@ -357,7 +362,7 @@ class EngineIO:
         make_recorder: MakeRecorder | None,
         on_ready: Callable[[], None],
     ) -> None:
-        """Have the loaded model announced to clients, then `on_ready` called in the I/O thread."""
+        """Announce the loaded model to clients, then call `on_ready`, both in the I/O thread."""
 
         def on_loaded() -> None:
             self._adapters.begin(adapters, loop)
@@ -368,41 +373,41 @@ class EngineIO:
         self._thread.call(on_loaded)
 
     def post(self, output: LoopOutput) -> None:
-        """Have the output of a step published. Waits while the I/O thread is far behind."""
+        """Publish the output of a step in the I/O thread. Waits while that thread is far behind."""
         self._thread.call(lambda: self._publish(output))
         self._thread.catch_up(MAX_CALLS_BEHIND)
 
     def broadcast_state(self) -> None:
-        """Have the state and the progress sent to every connection."""
+        """Send the state and the loading progress to every connection."""
         now = self._lifecycle.clock()
         self._thread.call(lambda: self.connections.broadcast_state(now))
 
     def read_stats(self) -> dict[str, Any] | None:
-        """The statistics; None when the I/O thread does not answer in time."""
+        """Return the statistics; None if the I/O thread does not answer in time."""
         return self._thread.ask(self._stats.stats)
 
     def is_drained(self) -> bool:
-        """Whether every choice has ended and every reachable client has been sent everything."""
+        """Return whether every choice has ended and every reachable client has been sent everything."""
         return bool(self._thread.ask(lambda: self._all_ended and self.connections.all_sent))
 
     def is_delivered(self) -> bool:
-        """Whether, beyond that, every reachable client has handled what it was sent."""
+        """Return whether every reachable client has acknowledged everything, after `is_drained`."""
         return bool(self._thread.ask(lambda: self._all_ended and self.connections.all_handled))
 
     def is_alone(self) -> bool:
-        """Whether no client is reachable any more, because each has said BYE or is gone."""
+        """Return whether no client is reachable: each has sent BYE, or its connection is lost."""
         return bool(self._thread.ask(lambda: self.connections.all_gone))
 
     def terminate(self, termination: Termination) -> None:
-        """Have every open choice ended, without the loop's help."""
+        """End every open choice, without the loop."""
         self._thread.call(lambda: self._terminate(termination))
 
     def goodbye(self, reason: str) -> None:
-        """Have GOODBYE sent to every connection."""
+        """Send GOODBYE to every connection."""
         self._thread.call(lambda: self.connections.goodbye(reason, self._lifecycle.clock()))
 
     def close(self, timeout_s: float) -> None:
-        """End the helpers' threads and the I/O thread, and close the sockets."""
+        """End the threads of all parts and the I/O thread, and close the sockets."""
         self._texts.close()
         self._grammars.close()
         self._replay.close()

@@ -169,7 +169,7 @@ def check_outputs(
 
 @dataclass(eq=False)
 class PendingSubmission:
-    """A submission that waits, and who wants to read it."""
+    """A submission that is not answered yet, with the streams that will read it."""
 
     submission: SubmittedRequest
     message: Submit
@@ -189,7 +189,7 @@ class PendingSubmission:
         return self.prompt is not None and (self.spec is None or bool(self.grammars))
 
     def is_read_as(self, connection: Connection, streams: range) -> bool:
-        """Whether this connection reads one of its choices as one of these streams."""
+        """Return whether this connection will read one of its choices as one of these streams."""
         count = self.submission.params.n
         return any(
             reader is connection and wanted.stream < streams.stop and streams.start < wanted.stream + count
@@ -210,7 +210,7 @@ class PendingSubmissions:
         ready: Callable[[PendingSubmission, array[int]], None],
         refuse: Callable[[PendingSubmission, InferEngineError], None],
     ) -> None:
-        """`ready` gets the prompt's tokens too."""
+        """`ready` and `refuse` are called with the submission; `ready` also gets the prompt's tokens."""
         self._texts = texts
         self._grammars = grammars
         self._replay = replay
@@ -226,11 +226,11 @@ class PendingSubmissions:
         return iter(list(self._items.values()))
 
     def get(self, id: bytes) -> PendingSubmission | None:
-        """The submission of this id, if it waits."""
+        """Return the pending submission with this id, or None."""
         return self._items.get(id)
 
     def begin(self, item: PendingSubmission, *, vocab_size: int, eos_token_ids: list[int], max_model_len: int) -> None:
-        """Have the text tokenized and the grammar compiled. Raises InferEngineError where that cannot begin."""
+        """Start to tokenize the text and to compile the grammar. Raises InferEngineError if that is not possible."""
         message, submission = item.message, item.submission
         self._items[submission.id] = item
         try:
@@ -260,12 +260,12 @@ class PendingSubmissions:
             item.ticket = None  # it leads back to the item: grammars would wait for the garbage collector
 
     def give_up(self, item: PendingSubmission, error: InferEngineError) -> None:
-        """Refuse it."""
+        """Remove a submission and refuse it with `error`."""
         self.forget(item)
         self._refuse(item, error)
 
     def tick(self, now: float) -> None:
-        """Refuse what waits too long: for its grammar, for its text, or beyond its own deadline."""
+        """Refuse submissions that have waited too long for grammar or text, or beyond their deadline."""
         for item in self:
             if item.deadline_s is not None and now >= item.deadline_s:
                 self.give_up(item, InferEngineError("deadline_exceeded", "The request's deadline passed."))
@@ -310,11 +310,11 @@ class PendingSubmissions:
         self._go_on(item, result if isinstance(result, InferEngineError) else None)
 
     def _is_waiting(self, item: PendingSubmission) -> bool:
-        """Whether it was neither cancelled nor refused meanwhile. From any thread."""
+        """Return whether a submission is still pending: neither cancelled nor refused. In any thread."""
         return self._items.get(item.submission.id) is item
 
     def _go_on(self, item: PendingSubmission, error: InferEngineError | None) -> None:
-        """One of the things that a submission waits for is done."""
+        """Call `ready` or `refuse` once tokenizing and compiling are done, or one of them has failed."""
         if not self._is_waiting(item):
             return  # cancelled or refused meanwhile, and answered
         if error is not None:
@@ -325,7 +325,8 @@ class PendingSubmissions:
 
 
 class Placements:
-    """The keys of the beginnings and sessions that came with the latest accepted requests, for all front ends to know.
+    """Collects the keys of beginnings and sessions of accepted requests, which are published to all front ends.
+
 
     Kept are at most MAX_PLACED_BYTES of them until they are taken.
     """
@@ -335,13 +336,13 @@ class Placements:
         self._sessions = bytearray()
 
     def add(self, message: Submit) -> None:
-        """Note an accepted request."""
+        """Add the keys of an accepted request."""
         for kept, keys in ((self._beginnings, message.beginnings), (self._sessions, message.session)):
             if len(kept) + len(keys) <= MAX_PLACED_BYTES:
                 kept += keys
 
     def take(self) -> list[bytes]:
-        """Return the keys of beginnings and those of sessions as u64[], and forget them. Empty where there are none."""
+        """Return the collected keys of beginnings and of sessions, each as u64[], and drop them."""
         if not self._beginnings and not self._sessions:
             return []
         taken = [bytes(self._beginnings), bytes(self._sessions)]
@@ -351,7 +352,7 @@ class Placements:
 
 
 class Intake:
-    """The requests of all connections: SUBMIT, ATTACH and CANCEL."""
+    """Handles SUBMIT, ATTACH and CANCEL of all connections."""
 
     def __init__(
         self,
@@ -394,7 +395,7 @@ class Intake:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def submit(self, connection: Connection, message: Submit, now: float) -> None:
-        """Answer by ACCEPT or REJECT; an id that is known already is attached to."""
+        """Handle SUBMIT: answer by ACCEPT or REJECT. An id that is known already is attached to."""
         known = self._publisher.submissions.get(message.id)
         if known is not None and known.abandoned and (message.resume is not None or known.was_cut):
             if not known.ended:
@@ -451,7 +452,7 @@ class Intake:
             self._reject(connection, message, error, now)
 
     def attach(self, connection: Connection, message: Attach, now: float) -> None:
-        """Read a request on from a cursor."""
+        """Handle ATTACH: send the output of a request from a cursor on."""
         known = self._publisher.submissions.get(message.id)
         if known is None:
             error = InferEngineError("not_found", "There is no such request, or it is not kept any more.", field="id")
@@ -460,7 +461,7 @@ class Intake:
             self._attach(connection, message, known, now)
 
     def cancel(self, connection: Connection, message: Cancel, now: float) -> None:
-        """End streams of this connection, or requests by id. Unknown ones are ignored."""
+        """Handle CANCEL: end streams of this connection, or requests by id. Unknown ones are ignored."""
         if message.leave:
             self._leave(connection, set(message.streams))
             message = message.replace(streams=())
@@ -493,14 +494,14 @@ class Intake:
         self._end([log.uid for each in submissions for log in each.logs if log.ended is None], "abort", detail)
 
     def abandon_unread(self) -> None:
-        """Forget pending submissions whose readers are all gone."""
+        """Drop pending submissions without a reader."""
         for item in self._pending:
             if not item.submission.detached and all(reader.dropped for reader, _ in item.readers):
                 self._pending.forget(item)
                 self._publisher.forget(item.submission)
 
     def refuse_waiting(self, error: InferEngineError) -> None:
-        """Refuse everything that waits for text or grammar."""
+        """Refuse all pending submissions with `error`."""
         for item in self._pending:
             self._pending.give_up(item, error)
 
@@ -540,7 +541,7 @@ class Intake:
         deadline_s: float | None,
         now: float,
     ) -> None:
-        """Have the text tokenized and the grammar compiled; the answer comes when both are done."""
+        """Start to tokenize the text and to compile the grammar. The answer follows when both are done."""
         self._admit(engine, submission, 1, deadline_s, now, resumed=outputs is not None)
         spec = None if message.grammar is None else grammar_from_list(message.grammar)
         give_up_s = now + self._config.limits.grammar_timeout_s
@@ -565,7 +566,7 @@ class Intake:
         )
 
     def _on_prepared(self, item: PendingSubmission, prompt: array[int]) -> None:
-        """Answer a submission that is tokenized and compiled, and submit it to the loop."""
+        """Submit a tokenized and compiled submission to the loop, and answer it."""
         submission, now = item.submission, self._lifecycle.clock()
         try:
             engine = self._require_ready()
@@ -659,8 +660,11 @@ class Intake:
         *,
         resumed: bool = False,
     ) -> None:
-        """Check the limits of the queue. `resumed`: an earlier engine had accepted it; all requests that ran or waited
-        there may come at once, so these limits are higher."""
+        """Check the limits of the queue. Raises InferEngineError.
+
+        `resumed`: an earlier engine had accepted the request. Limits are higher then: all requests of that engine may
+        arrive at once.
+        """
         requests, tokens = engine.loop.queued()
         requests_ahead, tokens_ahead = engine.loop.queued(submission.share)
         preparing = len(self._pending)
@@ -770,7 +774,7 @@ class Intake:
         connection.answer(messages.encode(answer), now)
 
     def _leave(self, connection: Connection, streams: set[int]) -> None:
-        """Stop sending these streams to this connection; requests without another reader are cancelled."""
+        """Stop sending these streams to this connection, and cancel requests without another reader."""
         for item in self._pending:
             others = [each for each in item.readers if each[0] is not connection or each[1].stream not in streams]
             if len(others) < len(item.readers):
@@ -786,7 +790,7 @@ class Intake:
 
 
 def _cursors(message: Submit | Attach) -> Sequence[int | None]:
-    """What the reader has of each choice; None: its end too."""
+    """Return the cursor of each choice; None for a choice whose end the reader has."""
     if isinstance(message, Attach):
         return message.cursors
     return [None if part is None else len(part) // 4 for part in message.resume or ()]

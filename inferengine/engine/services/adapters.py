@@ -34,19 +34,19 @@ class AdapterService:
         self._leaving: set[int] = set()
 
     def begin(self, store: AdapterStore | None, loop: Loop) -> None:
-        """The model is loaded, with what adapters there are."""
+        """Start with the loaded model and its adapters."""
         self._store, self._loop = store, loop
         if store is not None:
             self.names.update(store.names())
 
     def resolve(self, name: str) -> int:
-        """An adapter's number; 0 for no name. Raises InferEngineError."""
+        """Return an adapter's number; 0 for an empty name. Raises InferEngineError."""
         if name and name not in self.names:
             raise InferEngineError("model_not_found", f"there is no adapter {name[:128]}", field="adapter")
         return self.names[name] if name else 0
 
     def tick(self) -> None:
-        """Let go of what nobody uses any more."""
+        """Remove unloaded adapters that no request uses any more."""
         if self._leaving and self._loop is not None and self._store is not None:
             in_use = {log.submission.adapter for log in self._publisher.open_logs()}
             for number in self._leaving - in_use:
@@ -60,7 +60,7 @@ class AdapterService:
         reply({"adapters": sorted(self.names)})
 
     def load(self, arguments: dict[str, Any], reply: SendReply) -> None:
-        """Answered when requests may name it."""
+        """Load an adapter. Answers when requests may name it."""
         store, name = self._ready(), self._name(arguments)
         if name in self.names or name in self._coming:
             raise InferEngineError("conflict", f"the adapter {name} is loaded already", field="name")
@@ -68,7 +68,7 @@ class AdapterService:
         threading.Thread(target=self._read, args=(store, name, reply), name="inferengine-adapter", daemon=True).start()
 
     def unload(self, arguments: dict[str, Any], reply: SendReply) -> None:
-        """Answered at once, with the number of requests that still run with it."""
+        """Unload an adapter. Answers at once, with the number of requests that still run with it."""
         self._ready()
         number = self.resolve(self._name(arguments))
         del self.names[self._name(arguments)]
@@ -94,7 +94,7 @@ class AdapterService:
         return name
 
     def _read(self, store: AdapterStore, name: str, reply: SendReply) -> None:
-        """In a thread of its own: reading takes time, and nobody waits for it."""
+        """Read an adapter's files. In a thread of its own, because reading takes time."""
         try:
             adapter = store.read(name)
         except InferEngineError as error:
@@ -108,7 +108,7 @@ class AdapterService:
             self._loop.call(partial(self._place, store, name, adapter, reply))
 
     def _place(self, store: AdapterStore, name: str, adapter: Any, reply: SendReply) -> None:
-        """In the loop's thread, between steps."""
+        """Load an adapter onto the device. In the loop's thread, between steps."""
         try:
             number = store.add(adapter)
         except InferEngineError as error:

@@ -238,7 +238,9 @@ class GrammarService:
         if self._tokenizer_json is None:
             raise InferEngineError("unsupported", "The model has no tokenizer: grammars need one.", field="grammar")
         if not eos_token_ids:
-            message = "The model has no end-of-text token, so a grammar could not end: name eos_token_id in config.json."
+            message = (
+                "The model has no end-of-text token, so a grammar could not end: name eos_token_id in config.json."
+            )
             raise InferEngineError("unsupported", message, field="grammar")
         try:
             from inferengine.structured_output.compiler import GrammarCompiler

@@ -38,11 +38,11 @@ class Profiler:
         self._current: _Recording | None = None
 
     def begin(self, make: MakeRecorder | None, loop: Loop) -> None:
-        """The model is loaded. `make`: what makes a recorder, None where the executor has none."""
+        """Start with the loaded model. `make`: makes a recorder; None if the executor has none."""
         self._make, self._loop = make, loop
 
     def profile(self, arguments: dict[str, Any], reply: SendReply) -> None:
-        """`steps` and `wait_s`: answered when so many steps ran, or with those that ran in that time."""
+        """Record `steps` steps, at most for `wait_s` seconds, and answer with the trace."""
         steps = _integer(arguments, "steps", STEPS, MAX_STEPS)
         wait_s = _seconds(arguments, "wait_s", WAIT_S, MAX_WAIT_S)
         if self._loop is None:
@@ -65,7 +65,7 @@ class Profiler:
             self._loop.call(recording.stop)
 
     def _recorded(self, reply: SendReply, recording: _Recording, error: BaseException | None) -> None:
-        """In the loop's thread: the recording is over."""
+        """Take over a finished recording. In the loop's thread."""
         if error is not None:
             logger.error("profile: %s: %s", type(error).__name__, error, exc_info=error)
             failure = InferEngineError(
@@ -81,7 +81,7 @@ class Profiler:
             ).start()
 
     def _write(self, reply: SendReply, recording: _Recording) -> None:
-        """In a thread of its own."""
+        """Write the trace, in a thread of its own, and answer."""
         result: Any
         try:
             trace = recording.recorder.trace()
