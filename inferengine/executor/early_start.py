@@ -1,5 +1,5 @@
-"""What an engine on CUDA begins before it imports torch, which takes seconds: the processes that compile kernels and
-the device's context. Imports no torch itself.
+"""What an engine on CUDA begins before it imports torch, which takes seconds: the processes that compile kernels, the
+hash of Triton's files, and the device's context. Imports no torch itself.
 
 The driver takes tenths of a second to make a context, and longer on a machine with many devices. The CUDA runtime uses
 the device's primary context, so torch finds it made, or waits for it.
@@ -12,7 +12,7 @@ import threading
 from importlib.metadata import PackageNotFoundError, version
 
 from inferengine.config import keep_compiled_kernels
-from inferengine.kernels.cuda.compilation import has_driver, start_workers
+from inferengine.kernels.cuda.compilation import has_driver, start_hashing, start_workers
 
 DRIVER = "libcuda.so.1"
 CPU_BUILD = "+cpu"  # at the end of the version of a torch that knows no CUDA
@@ -25,6 +25,7 @@ def start_early(device: str) -> None:
         return
     keep_compiled_kernels()  # in the environment that the processes get
     start_workers()
+    start_hashing()
     threading.Thread(target=make_context, name="inferengine-context", daemon=True).start()
 
 

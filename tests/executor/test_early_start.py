@@ -35,6 +35,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(early_start, "version", lambda name: "2.13.0")
     monkeypatch.setattr(early_start, "keep_compiled_kernels", lambda: found.append("folder"))
     monkeypatch.setattr(early_start, "start_workers", lambda: found.append("workers"))
+    monkeypatch.setattr(early_start, "start_hashing", lambda: found.append("hash"))
     monkeypatch.setattr(early_start, "make_context", lambda: found.append("context"))
     return found
 
@@ -43,6 +44,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_workers_get_the_folder_of_compiled_kernels(begun: list[str], device: str) -> None:
     early_start.start_early(device)
     assert begun[:2] == ["folder", "workers"]
+    assert "hash" in begun
 
 
 def test_an_engine_on_a_cpu_begins_nothing(begun: list[str]) -> None:

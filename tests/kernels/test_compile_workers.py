@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from inferengine.kernels.cuda import compilation
 from inferengine.kernels.cuda.compilation import NotCompiled, describe, is_literal, load_compiled
-from tests.kernels.compiler_process import compiler_process
+from tests.kernels.compiler_process import Compile, compiler_process
 
 # What triton.runtime.jit hands to AsyncCompileMode, for a card that is not there.
 PROGRAM = """
@@ -53,11 +52,45 @@ workers.close()
 """
 
 
-def test_a_kernel_that_a_worker_compiled_is_loaded_from_the_cache(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(("", str(Path(__file__).parents[2]))))
-    with compiler_process(tmp_path) as run:
-        done = run(PROGRAM)
+# The helper's loop over one job, whose child tells what it was born with instead of compiling.
+HELPER = """
+import io, os, sys
+from contextlib import suppress
+from triton.backends.nvidia.compiler import get_ptxas_version
+from triton.runtime.cache import triton_key
+from inferengine.kernels.cuda import compilation
+
+def compile_job(*job):
+    known = [function.cache_info() for function in (triton_key, get_ptxas_version)]
+    os.write(1, f"{[info.currsize for info in known]}\\n".encode())
+
+compilation.compile_job = compile_job
+sys.stdin = io.StringIO(repr((7, "module", "name", {}, {}, {}, {}, ("cuda", 90, 32))))
+compilation.serve()
+with suppress(ChildProcessError):  # raised when the child has ended: signals of ends are ignored
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    """Runs programs in a process that has imported torch and Triton, with a disk cache that is empty at first."""
+    folder = tmp_path_factory.mktemp("compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
+        patch.setenv("PYTHONPATH", os.pathsep.join(("", str(Path(__file__).parents[2]))))
+        with compiler_process(folder) as run:
+            yield run
+
+
+def test_children_of_the_helper_are_born_with_the_hash_of_triton(run: Compile) -> None:
+    done = run(HELPER)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[1, 1]", "7"]
+
+
+def test_a_kernel_that_a_worker_compiled_is_loaded_from_the_cache(run: Compile) -> None:
+    done = run(PROGRAM)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first == "_gemv_kernel [True] 1"
@@ -75,6 +108,32 @@ def test_a_source_can_be_compiled_after_it_was_looked_for() -> None:
     assert src.make_ir() == "ir"
     with pytest.raises(NotCompiled):
         load_compiled(print)
+
+
+BUILT: list[tuple[str, str]] = []  # by Launcher
+compile_module_from_src = BUILT.append
+
+
+class Launcher:
+    """Triton's launcher up to 3.6: compiles a module for each signature."""
+
+    def __init__(self, source: str, metadata: str) -> None:
+        compile_module_from_src((source, metadata))
+
+
+class LauncherOfAnyKernel:
+    """Triton's launcher from 3.7 on: asks the device for its functions."""
+
+    def __init__(self, source: str, metadata: str) -> None:
+        pytest.fail("no child may touch the device")
+
+
+def test_a_launcher_is_built_where_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    BUILT.clear()
+    for launcher in (Launcher, LauncherOfAnyKernel):
+        monkeypatch.setattr("triton.backends.nvidia.driver.CudaLauncher", launcher)
+        compilation.build_launcher("source", "metadata")
+    assert BUILT == [("source", "metadata")]
 
 
 class FakeWorkers:
@@ -96,6 +155,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeWorkers]:
         return found[-1]
 
     monkeypatch.setattr(compilation, "CompileWorkers", start)
+    monkeypatch.setattr(compilation, "start_hashing", lambda: None)
     return found
 
 

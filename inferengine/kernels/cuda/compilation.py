@@ -11,9 +11,15 @@ helper process (`python -m inferengine.kernels.cuda.compilation`) imports torch 
 device, and forks a child for each kernel. A job travels as a Python literal: the kernel's module and name, and what
 Triton specializes it on. A kernel whose specialization is no literal is compiled where it was asked for, and so is
 everything where the helper does not answer. A kernel that lies in the disk cache already is loaded without asking.
+The helper also builds what Triton otherwise compiles in C where it is first needed, one by one: its functions of the
+driver, and up to version 3.6 a launcher for each kernel's signature.
 
 The helper takes as long to import as the engine itself, so an engine that will need it starts it before it imports
 torch (`start_workers`).
+
+The keys of Triton's disk cache begin with a hash of Triton's own files, half a gigabyte: more work than most kernels'
+compilation. A process computes it once, in a thread beside its imports (`start_hashing`), and the helper's children are
+born with it.
 
 `Compilations` counts kernels that are compiled, or read from Triton's disk cache, once an engine serves. Each delays
 the waiting requests by tenths of a second to tens of seconds. The number must stay 0: every kernel that a step can
@@ -24,6 +30,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
+import gc
 import importlib
 import itertools
 import logging
@@ -44,6 +52,7 @@ MOST_NAMES = 100  # of kernels that `Compilations` remembers
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver, on Linux and in WSL
 _workers: CompileWorkers | None = None  # of the block `compile_workers` that is open
 _started: CompileWorkers | None = None  # for the first such block
+_hashing: threading.Thread | None = None  # computes the hash of Triton's files
 
 
 class _Pool(ThreadPoolExecutor):
@@ -93,6 +102,26 @@ def stop_workers() -> None:
         _started = None
 
 
+def start_hashing() -> threading.Thread:
+    """Compute the hash of Triton's files in a thread: it needs the interpreter's lock for little more than importing
+    Triton, so the caller may import torch meanwhile. `compiling_ahead` waits for it."""
+    global _hashing
+    if _hashing is None:
+        _hashing = threading.Thread(target=_hash_triton, name="inferengine-triton", daemon=True)
+        _hashing.start()
+    return _hashing
+
+
+def _hash_triton() -> None:
+    """Have Triton compute, and keep, the hash of its files. A version that keeps it elsewhere computes it when it is
+    needed."""
+    with contextlib.suppress(ImportError, OSError):
+        import triton  # noqa: F401  # first, by every thread: a part of it would be imported into a half-made package
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
 @contextmanager
 def compile_workers() -> Iterator[None]:
     """Inside, `compiling_ahead` compiles in processes, which start now at the latest. A block in a block uses the outer
@@ -102,6 +131,7 @@ def compile_workers() -> Iterator[None]:
         yield
         return
     _workers, _started = _started or CompileWorkers(), None
+    start_hashing()  # a checkpoint is read meanwhile
     try:
         yield
     finally:
@@ -116,6 +146,8 @@ def compiling_ahead(*, ignore_errors: bool = False) -> Iterator[None]:
     from triton.runtime import _async_compile  # an engine on a CPU starts without triton
     from triton.runtime.jit import JITFunction
 
+    if _hashing is not None:
+        _hashing.join()  # or the first launch would compute the hash once more
     launch = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -295,7 +327,42 @@ def compile_job(
 
     kernel = getattr(importlib.import_module(module), name)
     make = GluonASTSource if kernel.is_gluon() else ASTSource
-    triton.compile(make(kernel, signature, constants, attributes), target=GPUTarget(*target), options=options)
+    source = make(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget(*target), options=options)
+    build_launcher(source, compiled.metadata)
+
+
+def build_launcher(source: Any, metadata: Any) -> None:
+    """Compile the C function that launches a kernel into Triton's disk cache, where this version of Triton has one. It
+    then is not compiled at the first launch; an error is reported there."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    # One that compiles nothing may ask for the device, which no child may touch.
+    if "compile_module_from_src" in CudaLauncher.__init__.__code__.co_names:
+        with contextlib.suppress(Exception):
+            CudaLauncher(source, metadata)
+
+
+def build_driver() -> None:
+    """Compile Triton's functions of the driver, in C, into its disk cache. Does not touch a device."""
+    with contextlib.suppress(Exception):  # who needs them compiles them and reports the error
+        import triton  # noqa: F401  # as in `_hash_triton`
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()
+
+
+@functools.cache
+def ask_assembler(target: tuple[str, int, int]) -> None:
+    """Have Triton run the assembler of this target for its version, which is part of the cache's keys, and keep it for
+    all children."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    with contextlib.suppress(Exception):  # the child meets the same error, and who asked reports it
+        backend = make_backend(GPUTarget(*target))
+        backend.hash()
+        backend.parse_options({}).hash()  # of the library of functions
 
 
 def serve() -> None:
@@ -303,11 +370,17 @@ def serve() -> None:
     whether it succeeded or not."""
     import signal
 
+    gc.disable()  # imports make a million objects, a child ends with its kernel
+    threads = [start_hashing(), threading.Thread(target=build_driver, name="inferengine-driver")]
+    threads[-1].start()
     importlib.import_module("inferengine.kernels.cuda.table")  # torch, Triton and the kernels, for all children
+    for thread in threads:  # a child has only the thread that forked it
+        thread.join()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     for line in sys.stdin:
         number, *job = ast.literal_eval(line)
+        ask_assembler(job[-1])
         if os.fork():
             continue
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the compiler waits for the assembler
