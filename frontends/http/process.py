@@ -28,6 +28,7 @@ from frontends.http.middleware import TrustedProxies
 from frontends.http.openai.response_store import make_database, remove_database
 from frontends.http.state import HttpState
 from frontends.http.telemetry import HttpMetrics
+from inferengine.client.discovery import check_engines
 from inferengine.config import Config, HttpConfig
 from inferengine.errors import ExitCode
 from inferengine.observability.logging import configure
@@ -162,6 +163,7 @@ def run_http(config: Config, reload: Reload | None = None) -> int:
     read_names("http", config.http.allowed_hosts)
     read_origins("http.cors_origins", config.http.cors_origins)
     TrustedProxies(config.http.trusted_proxies)
+    check_engines(config)
     tls_files("http", config.http.tls_certificate, config.http.tls_key)
     logger.info("listening", extra={"fields": {"address": address, "workers": num_workers}})
     shared = Shared(sockets, make_metrics(num_workers), keys, make_quotas(config, keys))

@@ -24,6 +24,7 @@ from frontends.common.event_loop import collect_garbage_rarely
 from frontends.common.server import FrontendServer
 from frontends.websocket.app import SharedState, WebsocketFrontEnd, make_shared
 from frontends.websocket.channel import FramesProtocol
+from inferengine.client.discovery import check_engines
 from inferengine.config import Config
 from inferengine.errors import ExitCode
 from inferengine.observability.logging import configure
@@ -58,6 +59,7 @@ def run_websocket(config: Config, reload: Reload | None = None) -> int:
     tls_files("ws", config.ws.tls_certificate, config.ws.tls_key)
     read_names("ws", config.ws.allowed_hosts)
     read_origins("ws.origins", config.ws.origins)
+    check_engines(config)
     host, port = listener.getsockname()[:2]
     logger.info("listening on %s port %s", host, port)
     signs = SignsOfLife(f"listening on {host} port {port}")

@@ -41,6 +41,7 @@ from inferengine.client.requests import (
     require_embeddings,
 )
 from inferengine.client.session import Phase, Session
+from inferengine.config import check_address
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire import sockets
@@ -156,7 +157,8 @@ class AsyncClient:
     ) -> None:
         """`status_address`: the engine's PUB; None derives it from `address`, "" does not subscribe. `curve`: the keys
         for an engine on TCP that asks for them. `resume_wait_s`: how long open requests wait for an engine when theirs
-        is lost."""
+        is lost. Raises ConfigError for what is no address."""
+        check_address("address", address)
         self.address = address
         self.status: dict[str, Any] | None = None
         self.status_received_s: float | None = None  # on the event loop's clock
@@ -722,7 +724,8 @@ class Client:
     ) -> None:
         """`status_address`: the engine's PUB; None derives it from `address`, "" does not subscribe. `curve`: the keys
         for an engine on TCP that asks for them. `resume_wait_s`: how long open requests wait for an engine when theirs
-        is lost."""
+        is lost. Raises ConfigError for what is no address."""
+        check_address("address", address)
         self.address = address
         self.status: dict[str, Any] | None = None
         self._status_address = sockets.default_status_address(address) if status_address is None else status_address

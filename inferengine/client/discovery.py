@@ -21,13 +21,21 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from inferengine.config import Config, check_address, engine_addresses
 from inferengine.errors import ConfigError
+from inferengine.wire.curve import client_keys
 
 REFRESH_S = 5.0
 LOOKUP_TIMEOUT_S = 5.0
 _DYNAMIC = ("dns+tcp://", "srv+tcp://", "file:")
 
 log = logging.getLogger(__name__)
+
+
+def check_engines(config: Config) -> None:
+    """Raise ConfigError naming the key where a client cannot use the addresses and keys of this configuration."""
+    EngineDiscovery(engine_addresses(config))
+    client_keys(config)
 
 
 class EngineDiscovery:
@@ -158,5 +166,7 @@ def _check(entry: str) -> None:
             f"{entry!r} is no address: tcp://HOST:PORT, ipc://PATH, dns+tcp://NAME:PORT, srv+tcp://_SERVICE._tcp.NAME "
             "or file:PATH",
         )
+    elif kind == "tcp":
+        check_address("wire.engines", entry)
     elif entry == "file:":
         raise ConfigError("wire.engines", "file: a path must follow, such as file:/run/inferengine/engines")

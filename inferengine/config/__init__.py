@@ -43,7 +43,7 @@ from inferengine.config.schema import (
     status_address,
     to_toml,
 )
-from inferengine.config.values import ENVIRONMENT_PREFIX, allowed, nearest
+from inferengine.config.values import ENVIRONMENT_PREFIX, allowed, check_address, nearest
 
 __all__ = [
     "CPU_CACHE_SHARE",
@@ -65,6 +65,7 @@ __all__ = [
     "WsConfig",
     "allowed",
     "cache_directory",
+    "check_address",
     "child_environment",
     "connect_on_this_host",
     "describe",

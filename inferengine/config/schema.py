@@ -21,6 +21,7 @@ from inferengine.config.environment import runtime_directory, variables
 from inferengine.config.values import (
     ENVIRONMENT_PREFIX,
     allowed,
+    check_address,
     convert,
     current_name,
     flatten,
@@ -36,6 +37,7 @@ RENAMED = {"wire.choice": "wire.load_balancing", "scheduler.pressure": "schedule
 
 
 MAX_PORT = 65535
+MAX_WORKERS = 256
 
 
 def _key(
@@ -174,10 +176,12 @@ class CacheConfig:
     block_size: int = _key(0, "tokens per KV block; 0: 16 on CPU, 64 on CUDA", (0, 8, 16, 32, 64, 128))
     num_blocks: int = _key(0, "number of KV blocks; 0: from measured free memory", minimum=0)
     memory_fraction: float = _key(
-        0.0, "share of the device's memory to use; 0: 0.92 on CUDA, 0.25 of free RAM on CPU", minimum=0
+        0.0, "share of the device's memory to use; 0: 0.92 on CUDA, 0.25 of free RAM on CPU", minimum=0, maximum=1
     )
     prefix_caching: bool = _key(True, "reuse the KV blocks of equal prefixes")
-    watermark: float = _key(0.01, "share of blocks that stays free when a waiting request is admitted", minimum=0)
+    watermark: float = _key(
+        0.01, "share of blocks that stays free when a waiting request is admitted", minimum=0, maximum=1
+    )
     eviction: str = _key("lru", "which cached prefix is evicted first: least recently used, or oldest", ("lru", "fifo"))
     layout: str = _key(
         "paged",
@@ -281,6 +285,7 @@ class WireConfig:
         "front ends: most requests, as a part of all, that get a second run at another engine when no output has come "
         "for longer than 95 % of requests of their size took; 0: none",
         minimum=0,
+        maximum=1,
     )
 
 
@@ -331,7 +336,10 @@ class HttpConfig:
     keep_alive_s: float = _key(15.0, "interval of SSE keep-alive comments", minimum=1)
     uds: str = _key("", "listen on this unix socket instead of host and port")
     workers: int = _key(
-        0, "processes that share the listening socket; 0: one for every four cores, at least 1 and at most 4", minimum=0
+        0,
+        "processes that share the listening socket; 0: one for every four cores, at least 1 and at most 4",
+        minimum=0,
+        maximum=MAX_WORKERS,
     )
     tool_parser: str = _key(
         "auto",
@@ -419,7 +427,7 @@ class WsConfig:
 
     host: str = _key("127.0.0.1", "address to listen on")
     port: int = _key(8001, "port; 0: any free one", minimum=0, maximum=MAX_PORT)
-    workers: int = _key(1, "processes that share the listening socket", minimum=1)
+    workers: int = _key(1, "processes that share the listening socket", minimum=1, maximum=MAX_WORKERS)
     max_requests: int = _key(64, "most unfinished requests on one socket", minimum=1)
     max_message_bytes: int = _key(4 * 1024 * 1024, "largest frame accepted", minimum=1024)
     send_queue_messages: int = _key(256, "frames queued for a slow reader, above which its requests pause", minimum=1)
@@ -563,7 +571,9 @@ def parse_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def engine_address(config: Config) -> str:
-    """The ROUTER address that clients connect to."""
+    """The ROUTER address that clients connect to. Raises ConfigError for a wire.socket that is none."""
+    if config.wire.socket:
+        check_address("wire.socket", config.wire.socket)
     return config.wire.socket or f"ipc://{runtime_directory() / (config.engine.name + '.sock')}"
 
 

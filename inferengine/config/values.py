@@ -15,6 +15,7 @@ from inferengine.config.environment import REVISION_VARIABLE
 from inferengine.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "INFERENGINE_"
+MAX_WIRE_PORT = 65533  # the two after an engine's are those of its STATUS and of its KV events
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,18 @@ def _typed(name: str, kind: str, raw: Any) -> Any:
     if not usable:
         raise ConfigError(name, f"must be {wanted}; got {raw!r}")
     return int(value) if kind == "int" else value
+
+
+def check_address(key: str, address: str) -> None:
+    """Raise ConfigError naming `key` for what cannot be an engine's address."""
+    if address.startswith("tcp://"):
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) <= MAX_WIRE_PORT:
+            raise ConfigError(
+                key, f"must be tcp://HOST:PORT with a port from 1 to {MAX_WIRE_PORT}; got {address[:200]!r}"
+            )
+    elif not address.startswith(("ipc://", "inproc://")):
+        raise ConfigError(key, f"must begin with ipc:// or tcp://; got {address[:200]!r}")
 
 
 def allowed(item: dataclasses.Field[Any]) -> str:

@@ -70,7 +70,7 @@ def listen_unix(path: str) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        cause = "is in use" if error.errno == errno.EADDRINUSE else (error.strerror or "cannot be made").lower()
+        cause = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be made ({error.strerror})"
         raise AddressTaken(f"the unix socket {path} {cause}: choose another with --http.uds") from None
     return listener
 

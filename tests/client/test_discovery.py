@@ -15,7 +15,7 @@ import dns.message
 import dns.rrset
 import pytest
 
-from inferengine.client import EnginePool
+from inferengine.client import AsyncClient, Client, EnginePool
 from inferengine.client.discovery import EngineDiscovery
 from inferengine.config import Config, engine_addresses
 from inferengine.errors import ConfigError
@@ -114,9 +114,25 @@ def test_what_cannot_be_read_changes_nothing(tmp_path: Path, caplog: pytest.LogC
     assert "http://10.0.0.1:5555" in caplog.messages[-1]
 
 
+@pytest.mark.parametrize("address", ["engine.sock", "tcp://127.0.0.1", "tcp://127.0.0.1:65534", "http://127.0.0.1:1"])
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_client_refuses_what_is_no_address(kind: type[Client | AsyncClient], address: str) -> None:
+    with pytest.raises(ConfigError, match=rf"address: must be.*; got '{address}'"):
+        kind(address)
+
+
 @pytest.mark.parametrize(
     "entry",
-    ["10.0.0.1:5555", "http://engine:5555", "dns+tcp://engines", "dns+tcp://engines:0", "srv+tcp://engines", "file:"],
+    [
+        "10.0.0.1:5555",
+        "http://engine:5555",
+        "dns+tcp://engines",
+        "dns+tcp://engines:0",
+        "srv+tcp://engines",
+        "file:",
+        "tcp://engine",
+        "tcp://engine:99999",
+    ],
 )
 def test_an_entry_that_cannot_be_an_address_is_refused_by_its_key(entry: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -18,7 +18,7 @@ from inferengine import LLM
 from inferengine.config import Config
 from inferengine.config.model_path import EMBEDDED
 from inferengine.engine.process import build_executor, exit_code_of
-from inferengine.errors import DoesNotFit, ExitCode
+from inferengine.errors import ConfigError, DoesNotFit, ExitCode
 from inferengine.executor.memory.fit import misfit
 from inferengine.executor.memory.plan import free_host_bytes, make_plan, weight_bytes
 from inferengine.executor.settings import executor_settings
@@ -89,6 +89,12 @@ def test_a_cache_that_holds_no_sequence_is_refused(tmp_path: Path) -> None:
     weights = weight_bytes(*_described(SMALL), torch.float32)
     assert "holds no sequence" in reason(folder, weights + 1024, cache={"memory_fraction": 1e-6})
     assert reason(folder, 2 * weights) == ""
+
+
+def test_one_block_is_refused_by_its_key(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "small", SMALL)
+    with pytest.raises(ConfigError, match=r"cache\.num_blocks: one block holds no sequence: ask for at least 2"):
+        reason(folder, GIB, cache={"num_blocks": 1})
 
 
 def test_blocks_that_are_asked_for_are_held_against_what_is_left(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from inferengine.config import Config, engine_address, unsafe_folder
+from inferengine.config import Config, check_address, engine_address, unsafe_folder
 from inferengine.errors import ConfigError
 from inferengine.process.listen import AddressTaken, answers
 from inferengine.wire import sockets
@@ -165,11 +165,8 @@ def _check_address(key: str, address: str, *, protected: bool) -> None:
         if complaint := unsafe_folder(Path(os.path.dirname(path) or ".")):
             raise ConfigError(key, complaint)
         return
-    if not address.startswith("tcp://"):
-        raise ConfigError(key, "must begin with ipc:// or tcp://")
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not port.isdigit() or not 0 < int(port) < 65534:
-        raise ConfigError(key, "must be tcp://HOST:PORT with a port from 1 to 65533")
+    check_address(key, address)
+    host, _, _ = address.removeprefix("tcp://").rpartition(":")
     if not protected and not _is_loopback(host):
         raise ConfigError(
             key,

@@ -340,7 +340,10 @@ def context_length(settings: ExecutorSettings, config: DecoderConfig) -> int:
 
 
 def cache_settings(settings: ExecutorSettings, max_model_len: int) -> CacheSettings:
-    """Return the part of the settings that decides the size of the cache."""
+    """Return the part of the settings that decides the size of the cache. Raises ConfigError where the blocks that are
+    asked for hold no sequence."""
+    if settings.num_blocks == 1:
+        raise ConfigError("cache.num_blocks", "one block holds no sequence: ask for at least 2, or 0 for what fits")
     return CacheSettings(
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,

@@ -94,6 +94,23 @@ def test_an_origin_without_its_scheme_is_refused_at_start(name: str, key: str) -
     assert "write https://" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "flag", "value"),
+    [
+        ("http", "wire.engines", "tcp://engine"),
+        ("http", "wire.socket", "engine.sock"),
+        ("http", "http.trusted_proxies", "proxy.internal"),
+        ("ws", "wire.engines", "engine:5555"),
+    ],
+)
+def test_several_workers_do_not_start_with_an_address_that_is_none(name: str, flag: str, value: str) -> None:
+    """Each would end by itself, with a traceback, again and again."""
+    ended = run(name, f"--{name}.workers", "2", f"--{name}.port", "0", f"--{flag}", value)
+    assert ended.returncode == ExitCode.USAGE
+    assert flag in ended.stderr
+    assert "listening" not in ended.stderr
+
+
 @pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl to make a certificate with")
 @pytest.mark.parametrize("name", ["http", "ws"])
 def test_tls_is_served(name: str, tmp_path: Path) -> None:
