@@ -153,7 +153,9 @@ class KeyRing:
         if self._path and self._clock() >= self._next_look_s:
             self._look_again()
         if presented is None or len(presented) > MAX_PRESENTED_CHARACTERS:
-            raise InferEngineError("unauthorized", "An API key is needed.")
+            raise InferEngineError(
+                "unauthorized", "An API key is needed: send it as Authorization: Bearer KEY, or as x-api-key."
+            )
         digest, found = digest_of(presented), -1
         for index, known in enumerate(self._digests):
             if hmac.compare_digest(digest, known):

@@ -2,7 +2,7 @@
 a pair.
 
 Each series is a list of loads (LoadOptions) that are measured one after the other; its report has one row for each, and
-what follows from all of them: where throughput stops to grow, whether anything was lost, the ratio of two servers.
+what follows from all of them: where throughput stops growing, whether anything was lost, the ratio of two servers.
 `sanity` measures nothing: it asks what any server must answer rightly.
 
 Any OpenAI-compatible server will do. What only some tell is None of others: preemptions come from vLLM's metrics, the
@@ -609,7 +609,7 @@ def _conclusion(found: dict[str, Any]) -> str:
         case "sweep" if found["saturation"] is None:
             return "Throughput grows up to the last row."
         case "sweep":
-            return f"Throughput stops to grow at {found['saturation']} requests at a time."
+            return f"Throughput stops growing at a concurrency of {found['saturation']}."
         case "arrivals":
             return f"Saturated at {found['saturated_requests_per_s']:,.2f} requests/s; {found['failed']} failed."
         case "pressure":

@@ -304,7 +304,7 @@ def _need(folder: Path, kv_tokens: int, ranks: int) -> compare_engines.Need:
 
 @command(SWEEP, takes_configuration=False)
 def sweep(arguments: Arguments) -> int:
-    """Measure a server at 1 to 128 requests in flight, and find where its throughput stops to grow.
+    """Measure a server at 1 to 128 requests in flight, and find where its throughput stops growing.
 
     The exit code is 1 when a request failed.
     """
@@ -507,9 +507,12 @@ def load_options(arguments: Arguments) -> tuple[LoadOptions, str]:
     values = {name: value for name, value in arguments.values.items() if name in names}
     file = arguments.values["json"]
     limits = Option("--goodput NAME:MS", "", 0.0)
-    values["goodput"] = {
-        name: limits.convert(limit) for name, _, limit in (text.partition(":") for text in values.get("goodput", ()))
-    }
+    values["goodput"] = {}
+    for text in arguments.values.get("goodput", ()):
+        name, colon, limit = text.partition(":")
+        if not colon:
+            raise ConfigError("--goodput", f"{text!r} is not like ttft:500")
+        values["goodput"][name] = limits.convert(limit)
     return LoadOptions(**values), file
 
 

@@ -53,7 +53,7 @@ def run(arguments: Arguments) -> int:
 
     A process that crashes is started again by itself; the others go on. Ctrl-C or SIGTERM lets running requests
     finish, a second one ends at once. SIGHUP does the same where the service has a terminal, because that terminal is
-    gone then; without one, each process reads its configuration again. MODEL is a checkpoint folder, a GGUF
+    gone then; without one, the API keys are read again. MODEL is a checkpoint folder, a GGUF
     file, a hub id (ORG/NAME) or a short name of one (`inferengine fetch --list`); what the local cache lacks is fetched
     first. Without MODEL the embedded model is served.
 

@@ -101,7 +101,7 @@ def test_a_load_of_which_nothing_completed_is_no_success(capsys: pytest.CaptureF
         (["--output", "lognormal:5"], "--output: 'lognormal:5' is not like"),
         (["--prompt", "tokens"], "--prompt: must be text or ids"),
         (["--goodput", "itl:5"], "--goodput: 'itl' is none of ttft, tpot, e2e"),
-        (["--goodput", "ttft"], "--goodput: must be a number"),
+        (["--goodput", "ttft"], "--goodput: 'ttft' is not like ttft:500"),
         (["--api-key", "a\r\nb"], "--api-key: must be one line"),
     ],
 )
