@@ -59,6 +59,7 @@ class AttentionGroup(NamedTuple):
     # Of latent attention, if keys and values are up-projected: as `operations_per_pair`, and to up-project one token.
     up_projected_operations_per_pair: float = 0.0
     operations_to_up_project: float = 0.0
+    readings: float = 1.0  # of a key by a query: more where layers share a cache, on the average of its layers
 
 
 class ModelWork(NamedTuple):
@@ -133,7 +134,9 @@ class Roofline:
         if work.expert_bytes:
             size += work.expert_bytes * (1.0 - (1.0 - work.chosen_share) ** plan.num_tokens)
         operations = plan.num_tokens * work.operations_per_token + draws * work.operations_per_draw
-        for kv_bytes, pair_operations, window, up_projected_operations, to_up_project in work.groups:
+        for group in work.groups:
+            token_bytes, pair_operations, window, up_projected_operations, to_up_project, readings = group
+            kv_bytes = token_bytes * readings
             keys = decode_keys(starts, decodes, window)
             if decodes == num_rows:
                 size += keys * kv_bytes

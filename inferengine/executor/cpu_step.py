@@ -104,9 +104,9 @@ class _Choice:
 
 def _num_weights(config: DecoderConfig) -> int:
     """The number of weights that a step reads: the projections of every layer, and the head."""
-    attention = 2 * config.head_dim * (config.num_heads + config.num_kv_heads)
+    attention = sum(sum(parts) + parts[0] for parts in map(config.qkv_parts, range(len(config.windows))))
     widths = sum(config.feed_forward_width(layer) for layer in range(config.num_layers))
-    return config.hidden_size * (config.num_layers * attention + 3 * widths + config.vocab_size)
+    return config.hidden_size * (attention + 3 * widths + config.vocab_size)
 
 
 def forward_on_cpu(

@@ -37,6 +37,7 @@ from inferengine.kernels.ops import REFERENCE
 from inferengine.layers.attention import Attention
 from inferengine.layers.embedding import Head
 from inferengine.layers.latent import LatentAttention
+from inferengine.layers.layer_inputs import LayerInputGate, LayerInputs
 from inferengine.layers.linear import MLP, GatedMLP, Linear
 from inferengine.layers.moe import MoeMLP
 from inferengine.models import registry
@@ -398,7 +399,8 @@ def experts_of(model: DecoderModel, settings: ExecutorSettings, dtype: torch.dty
 
 
 def _attentions(model: DecoderModel) -> list[Attention]:
-    return [module for module in model.modules() if isinstance(module, Attention)]
+    """The layers that have keys of their own: one that reads an earlier one's takes what was measured of that one."""
+    return [module for module in model.modules() if isinstance(module, Attention) and module.new_keys.has_keys]
 
 
 def _mixtures(model: DecoderModel) -> list[MoeMLP]:
@@ -448,6 +450,10 @@ def _uses(model: DecoderModel) -> list[tuple[Linear | Head, str]]:
             uses += [] if module.query_up is None else [(module.query_up, "LINEAR")]
         elif isinstance(module, GatedMLP):
             uses += [(module.gate_up, "GATED"), (module.down, added(module.down))]
+        elif isinstance(module, LayerInputs):
+            uses.append((module.projection, "LINEAR"))
+        elif isinstance(module, LayerInputGate):
+            uses += [(module.gate, "LINEAR"), (module.projection, "LINEAR")]
         elif isinstance(module, MLP):
             uses += [(module.up, "LINEAR"), (module.down, added(module.down))]
         elif isinstance(module, Head):

@@ -85,7 +85,8 @@ def _prefix_groups(runner: StepRunner) -> PrefixGroups | None:
     if not runner.model.can_be_captured or not shares_prefixes(settings, whole):
         return None
     # A rank's share of all KV heads, not its own heads: all ranks choose alike.
-    token_bytes = 2 * whole.num_kv_heads * whole.head_dim * settings.kv_dtype(whole).itemsize
+    shape = whole.kv_shape(None)
+    token_bytes = 2 * shape.num_heads * shape.head_dim * settings.kv_dtype(whole).itemsize
     return PrefixGroups(
         runner.slots.num_slots,
         runner.slots.max_blocks,
@@ -178,6 +179,7 @@ def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
 
     config, max_rows = runner.config, runner.settings.max_num_seqs
     dtype = runner.settings.compute_dtype(config)
+    dims = {config.kv_shape(window).head_dim for window in config.windows}
     return kernel_class_plans(
         runner.slots.num_slots,
         len(runner.kv.groups),
@@ -186,7 +188,7 @@ def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
         decode_rows=decode_row_classes(config, runner.kv, dtype, max_rows),
         more_chunks=(
             *measured_rows(),
-            *(() if config.latent is not None else (hopper_prefill_config(config.head_dim).min_tokens,)),
+            *(() if config.latent is not None else sorted({hopper_prefill_config(dim).min_tokens for dim in dims})),
             *(() if config.moe is None else token_classes(config.moe.num_experts, config.moe.num_chosen)),
         ),
     )

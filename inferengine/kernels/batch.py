@@ -22,6 +22,15 @@ class StepColumns(NamedTuple):
     sample_positions: np.ndarray
 
 
+class NewKeys(NamedTuple):
+    """What a packed qkv holds behind its queries, and what becomes of it. Usual: keys, then values, as they are."""
+
+    has_keys: bool = True  # False: the step's keys and values are in the cache already, written by an earlier layer
+    has_values: bool = True  # False: the keys are values too, as they are before their norm and their rotation
+    value_norm: bool = False  # values are RMS-normed head by head, without a gain
+
+
+USUAL_KEYS = NewKeys()
 MOST_GROUPS = 8  # of rows that share a prefix, in a step
 
 

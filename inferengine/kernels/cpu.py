@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from inferengine.kernels.batch import StepColumns
+from inferengine.kernels.batch import USUAL_KEYS, NewKeys, StepColumns
 from inferengine.kernels.cpu_shared_prefix import SharedPlan, SharedPrefixes, logsumexp_of
 from inferengine.kernels.reference.ops import rms_norm
 
@@ -337,8 +337,9 @@ def attention_qkv(
     softcap: float | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     sinks: torch.Tensor | None = None,
+    new_keys: NewKeys = USUAL_KEYS,
 ) -> torch.Tensor:
-    """Packed qkv [T, (H + 2K) * D] -> [T, H * D], K and V of the tokens in the cache.
+    """Packed qkv [T, (H + 2K) * D] -> [T, H * D], K and V of the tokens in the cache. `new_keys`: what else is packed.
 
     Optional norm of each query and key head, NeoX rotation (Su et al. 2021) by `cos_sin` [max_position, D] (cosines in
     the first half; None: no rotation), the write to `kv` [num_blocks, 2, K, block_size, D], then attention. `kv_scales`
@@ -347,28 +348,38 @@ def attention_qkv(
     """
     plan: AttentionPlan = batch.plans[group]
     head_dim = kv.shape[-1]
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    if q_norm is not None and k_norm is not None:
-        gain = torch.cat((q_norm.expand(num_heads, head_dim), k_norm.expand(num_kv_heads, head_dim)))
-        heads[:, :-num_kv_heads] = rms_norm(heads[:, :-num_kv_heads], gain, eps)
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_keys = num_kv_heads if new_keys.has_keys else 0
+    if num_keys and not new_keys.has_values:
+        heads = torch.cat((heads, heads.narrow(1, num_heads, num_keys)), 1)
+    if q_norm is not None:
+        gain = q_norm.expand(num_heads, head_dim)
+        gain = gain if k_norm is None else torch.cat((gain, k_norm.expand(num_keys, head_dim)))
+        normed = heads.narrow(1, 0, len(gain))
+        normed.copy_(rms_norm(normed, gain, eps))
+    if num_keys and new_keys.value_norm:
+        values = heads.narrow(1, num_heads + num_keys, num_keys)
+        values.copy_(rms_norm(values, torch.ones(head_dim, dtype=heads.dtype), eps))
     if cos_sin is not None:
         cos, sin = angles_of(plan, cos_sin, batch.positions)
         heads = heads if heads.dtype == torch.float32 else heads.float()
-        turned = heads.narrow(1, 0, num_heads + num_kv_heads)
+        turned = heads.narrow(1, 0, num_heads + num_keys)
         rolled = torch.roll(turned, head_dim // 2, -1)
         turned.mul_(cos).addcmul_(rolled, sin)
-    queries, new = heads.narrow(1, 0, num_heads), heads.narrow(1, num_heads, 2 * num_kv_heads)
+    queries, new = heads.narrow(1, 0, num_heads), heads.narrow(1, num_heads, 2 * num_keys)
     if queries.dtype != number_type(kv):
         queries = queries.to(number_type(kv))
     if kv.dtype != FP8:
         new = new if new.dtype == kv.dtype else new.to(kv.dtype)
-        kv.view(-1, head_dim).index_put_((plan.written,), new)
+        if num_keys:
+            kv.view(-1, head_dim).index_put_((plan.written,), new)
         if plan.kv_copy is not None:
-            return _copied_first(queries, new, kv, plan, scale, softcap, sinks)
+            return _copied_first(queries, new if num_keys else None, kv, plan, scale, softcap, sinks)
         return attention(queries, kv, batch, group, scale, window, softcap, sinks)
-    new = torch.cat((new[:, :num_kv_heads] / kv_scales[0], new[:, num_kv_heads:] / kv_scales[1]), 1)
-    codes = new.clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
-    kv.view(torch.uint8).view(-1, head_dim).index_put_((plan.written,), codes)
+    if num_keys:
+        new = torch.cat((new[:, :num_keys] / kv_scales[0], new[:, num_keys:] / kv_scales[1]), 1)
+        codes = new.clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+        kv.view(torch.uint8).view(-1, head_dim).index_put_((plan.written,), codes)
     mixed = attention(queries, kv, batch, group, scale * kv_scales[0], window, softcap, sinks)
     return mixed.mul_(kv_scales[1]).to(qkv.dtype)
 
@@ -419,7 +430,7 @@ def attend(
 
 def _copied_first(
     q: torch.Tensor,
-    new: torch.Tensor,
+    new: torch.Tensor | None,
     kv: torch.Tensor,
     plan: AttentionPlan,
     scale: float,
@@ -428,7 +439,8 @@ def _copied_first(
 ) -> torch.Tensor:
     """The rows whose keys lie side by side, then the tiles of prompts."""
     count = plan.kv_copy.num_tokens
-    mixed: torch.Tensor = plan.kv_copy.attention(q[:count], new[:count], kv, scale, softcap, sinks, plan.shared)
+    own = None if new is None else new[:count]
+    mixed: torch.Tensor = plan.kv_copy.attention(q[:count], own, kv, scale, softcap, sinks, plan.shared)
     if not plan.tiles:
         return mixed
     width = q.shape[2]
@@ -923,7 +935,7 @@ class GroupCopy:
     def attention(
         self,
         q: torch.Tensor,
-        new: torch.Tensor,
+        new: torch.Tensor | None,
         kv: torch.Tensor,
         scale: float,
         softcap: float | None,
@@ -931,13 +943,15 @@ class GroupCopy:
         shared: SharedPlan | None = None,
     ) -> torch.Tensor:
         """Attend with q [T, H, D] over the keys of each token's row -> [T, H * D]. `new` [T, 2K, D] are the step's own
-        keys and values, which are in `kv` already. `sinks` [H] as in kernels/cpu.py."""
+        keys and values, which are in `kv` already; None: an earlier layer of the step has added them to the copy, too.
+        `sinks` [H] as in kernels/cpu.py."""
         copy = self._layers.get(kv.data_ptr())
         if copy is None:
             copy = self._layers[kv.data_ptr()] = self._make(kv)
-        if self._joining is not None:
-            self._gather(copy, kv, *self._joining)
-        copy.flat.index_put_((self._written,), new)
+        if new is not None:
+            if self._joining is not None:
+                self._gather(copy, kv, *self._joining)
+            copy.flat.index_put_((self._written,), new)
         q = torch.mul(q, scale)  # here, not the scores: there are fewer of them
         parts = [
             self._attend(copy, q, queries, softcap, sinks if shared is None else None, shared is not None)

@@ -21,6 +21,8 @@ class Routing(NamedTuple):
     chosen. A group is as good as its largest score, or with `sigmoid` as its two largest together. `correction`
     [experts] fp32 is added to the scores that are compared, not to the weights. Only with `sigmoid`.
 
+    `gains` [experts] fp32 multiply the weights of the experts, after all of that.
+
     Of `held` (first, number) experts alone the weights are there: the others of a token add nothing to its sum. None:
     all are there."""
 
@@ -31,6 +33,7 @@ class Routing(NamedTuple):
     groups: tuple[int, int] | None = None
     factor: float = 1.0
     correction: torch.Tensor | None = None
+    gains: torch.Tensor | None = None
 
 
 class Gating(NamedTuple):

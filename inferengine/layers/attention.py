@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from inferengine.kernels.batch import Batch
+from inferengine.kernels.batch import Batch, NewKeys
 from inferengine.kernels.ops import Ops
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.linear import Linear
@@ -34,16 +34,17 @@ class Attention(CachedAttention):
     def __init__(self, ops: Ops, config: DecoderConfig, layer: int) -> None:
         super().__init__(config.rope_of(layer))
         self.ops = ops
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim, self.eps = config.head_dim, config.norm_eps
-        self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.window = config.windows[layer]
+        self.num_heads, self.eps = config.num_heads, config.norm_eps
+        self.num_kv_heads, self.head_dim = config.kv_shape(self.window)
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.group = config.group_windows.index(self.window)
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = Linear(ops, config.hidden_size, [queries, keys, keys], bias=config.qkv_bias)
-        self.out = Linear(ops, queries, config.hidden_size, bias=config.out_bias)
-        self.q_norm = RMSNorm(ops, config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(ops, config.head_dim, config.norm_eps) if config.qk_norm else None
+        parts, has_keys = config.qkv_parts(layer), config.kv_source(layer) == layer
+        self.new_keys = NewKeys(has_keys, not config.has_keys_as_values(layer), config.value_norm)
+        self.qkv = Linear(ops, config.hidden_size, parts, bias=config.qkv_bias)
+        self.out = Linear(ops, parts[0], config.hidden_size, bias=config.out_bias)
+        self.q_norm = RMSNorm(ops, self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(ops, self.head_dim, config.norm_eps) if config.qk_norm and has_keys else None
         self.qkv.order = _row_order(config, self.rope)
         self.query_scaling, self.has_wide_norms = config.query_scaling, bool(config.wide_qk_norm)
         self.is_adjusted = self.has_wide_norms or config.query_scaling is not None
@@ -57,7 +58,8 @@ class Attention(CachedAttention):
         self.k_gain: torch.Tensor | None = None
 
     def mix(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Packed qkv [T, (H + 2K) * D] -> [T, H * D]; K and V of the batch's tokens are in the cache afterwards."""
+        """Packed qkv [T, (H + 2K) * D], or what `new_keys` says -> [T, H * D]; K and V of the batch's tokens are in the
+        cache afterwards."""
         return self.ops.attention_qkv(
             self._adjusted(qkv, batch) if self.is_adjusted else qkv,
             self.q_gain,
@@ -74,6 +76,7 @@ class Attention(CachedAttention):
             self.softcap,
             self.kv_scales,
             self.sink_scores,
+            self.new_keys,
         )
 
     def finish(self) -> None:

@@ -32,11 +32,28 @@ class MoeConfig:
     groups: tuple[int, int] | None = None  # (number, kept): experts of a token's best groups alone may be chosen
     factor: float = 1.0  # of the experts' weights
     corrected: bool = False  # a term for each expert is added to the scores that are compared
+    beside_dense: bool = False  # with an ordinary block beside them, each with norms of its own (Gemma 4)
+    scaled: bool = False  # each expert has a factor of its weights, of the checkpoint
 
     @property
     def num_held(self) -> int:
         """Return the number of experts whose weights are here."""
         return self.num_experts if self.held is None else self.held[1]
+
+
+@dataclass(frozen=True)
+class LayerInputConfig:
+    """A second embedding of each token, with a part for each layer, which the layer adds through a gate (Gemma 3n)."""
+
+    vocab_size: int
+    size: int  # numbers of a token for one layer
+
+
+class KVShape(NamedTuple):
+    """What the cache holds of a token in one layer, for keys as for values."""
+
+    num_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +121,13 @@ class DecoderConfig:
     moe: MoeConfig | None = None
     sinks: bool = False  # each head has a score that takes its share of attention and stands for no key
     no_rope_layers: tuple[int, ...] = ()  # layers without rotation
+    full_kv: KVShape | None = None  # of layers with full attention, where it differs; the others' is above (Gemma 4)
+    full_keys_as_values: bool = False  # layers with full attention have no values but their keys, as they are projected
+    value_norm: bool = False  # values are normed, without a gain
+    kv_sources: tuple[int, ...] = ()  # by layer: whose keys and values it reads, its own or an earlier one's; (): own
+    intermediate_sizes: tuple[int, ...] = ()  # by layer, where they differ
+    layer_inputs: LayerInputConfig | None = None
+    layer_scales: bool = False  # a number of the checkpoint multiplies the residual stream behind each layer
     latent: LatentConfig | None = None  # then one KV head, and `head_dim` is what the cache holds of a token
     unused_layers: int = 0  # layers behind the last that checkpoints hold, and that this engine leaves out
     dtype: str = "float32"  # of the checkpoint
@@ -135,11 +159,17 @@ class DecoderConfig:
         """Return a layer's mixture of experts; None: it has an ordinary feed-forward block."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe
 
+    def intermediate_size_of(self, layer: int) -> int:
+        """Return the inner width of a layer's ordinary feed-forward block."""
+        return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
+
     def feed_forward_width(self, layer: int) -> int:
         """Return the inner width of what a token passes in a layer: of an ordinary block, or of its experts and the
         shared block together."""
-        moe = self.moe_of(layer)
-        return self.intermediate_size if moe is None else moe.num_chosen * moe.intermediate_size + moe.shared_size
+        moe, dense = self.moe_of(layer), self.intermediate_size_of(layer)
+        if moe is None:
+            return dense
+        return moe.num_chosen * moe.intermediate_size + moe.shared_size + (dense if moe.beside_dense else 0)
 
     @property
     def num_expert_weights(self) -> int:
@@ -150,6 +180,13 @@ class DecoderConfig:
         return layers * self.moe.num_held * 3 * self.moe.intermediate_size * self.hidden_size
 
     @property
+    def num_layer_input_weights(self) -> int:
+        """Return the number of weights of the table of the layers' inputs, of which a step reads a few rows."""
+        if self.layer_inputs is None:
+            return 0
+        return self.layer_inputs.vocab_size * self.num_layers * self.layer_inputs.size
+
+    @property
     def chosen_share(self) -> float:
         """Return the share of its experts that a token passes; 1 without experts."""
         return 1.0 if self.moe is None else self.moe.num_chosen / self.moe.num_experts
@@ -157,6 +194,38 @@ class DecoderConfig:
     def layers_of(self, group: int) -> int:
         """Return the number of layers in a KV group."""
         return sum(window == self.group_windows[group] for window in self.windows)
+
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads."""
+        return self.kv_sources[layer] if self.kv_sources else layer
+
+    @cached_property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers that have a cache: all but those that read an earlier one's. In a group all are of one shape."""
+        return tuple(layer for layer in range(len(self.windows)) if self.kv_source(layer) == layer)
+
+    def caches_of(self, group: int) -> int:
+        """Return the number of layers in a KV group that have a cache."""
+        return sum(self.windows[layer] == self.group_windows[group] for layer in self.cached_layers)
+
+    def kv_shape(self, window: int | None) -> KVShape:
+        """Return the shape of keys and values of layers with this window."""
+        if window is None and self.full_kv is not None:
+            return self.full_kv
+        return KVShape(self.num_kv_heads, self.head_dim)
+
+    def has_keys_as_values(self, layer: int) -> bool:
+        """Return whether a layer's keys, as they are projected, are its values too."""
+        return self.full_keys_as_values and self.windows[layer] is None
+
+    def qkv_parts(self, layer: int) -> list[int]:
+        """Return the outputs of a layer's projections of queries, keys and values, of those that it has."""
+        num_kv_heads, head_dim = self.kv_shape(self.windows[layer])
+        keys = num_kv_heads * head_dim
+        queries = self.num_heads * head_dim
+        if self.kv_source(layer) != layer:
+            return [queries]
+        return [queries, keys] if self.has_keys_as_values(layer) else [queries, keys, keys]
 
     @property
     def kv_planes(self) -> int:
@@ -170,7 +239,8 @@ class DecoderConfig:
 
     def kv_bytes_per_token(self, group: int, item_bytes: int) -> int:
         """Return the bytes of what the cache holds of one token in one group."""
-        return self.kv_planes * self.layers_of(group) * self.num_kv_heads * self.head_dim * item_bytes
+        num_kv_heads, head_dim = self.kv_shape(self.group_windows[group])
+        return self.kv_planes * self.caches_of(group) * num_kv_heads * head_dim * item_bytes
 
     def state_bytes(self, item_bytes: int) -> int:
         """Return the bytes of the states of one running request."""

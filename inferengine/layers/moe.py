@@ -81,6 +81,15 @@ class ScoreCorrection(nn.Module):
         self.bias.number_type = torch.float32  # type: ignore[attr-defined]  # read by models/weights.py
 
 
+class ExpertGains(nn.Module):
+    """A factor of each expert's weight, which is fp32 whatever the model is."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts), requires_grad=False)
+        self.weight.number_type = torch.float32  # type: ignore[attr-defined]  # read by models/weights.py
+
+
 class Experts(nn.Module):
     """The gated blocks of a mixture. Subclasses say which of them a token takes."""
 
@@ -143,6 +152,7 @@ class MoeMLP(Experts):
         scores = [config.num_experts, 1] if config.gated_shared else [config.num_experts]
         self.router = Router(ops, hidden_size, scores, bias=config.router_bias)
         self.correction: ScoreCorrection | None = ScoreCorrection(config.num_experts) if config.corrected else None
+        self.gains: ExpertGains | None = ExpertGains(config.num_experts) if config.scaled else None
         self.shared = (
             GatedMLP(ops, hidden_size, config.shared_size, activation=activation) if config.shared_size else None
         )
@@ -152,6 +162,8 @@ class MoeMLP(Experts):
         super().finish()
         if self.correction is not None:
             self.routing = self.routing._replace(correction=self.correction.bias.data)
+        if self.gains is not None:
+            self.routing = self.routing._replace(gains=self.gains.weight.data)
 
     def add_to_and_norm(
         self, residual: torch.Tensor, x: torch.Tensor, following: Norm | None
@@ -181,6 +193,11 @@ class MoeMLP(Experts):
         logits = self._add_shared(residual, x, scale)
         return self.ops.add_experts(x, logits, self.routing, self.packed, residual, scale)
 
+    def of_scored(self, x: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+        """Return what the experts make of x [T, E], chosen by the scores of `scored` [T, E]."""
+        out = self.ops.add_experts(x, self.router(scored), self.routing, self.packed, torch.zeros_like(x))
+        return out if self.communicator is None else self.communicator.all_reduce(out)
+
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank's experts, and its part of the shared block, make of x [T, E]."""
         out = torch.zeros_like(x)
@@ -199,3 +216,26 @@ class MoeMLP(Experts):
             out = out.mul_(torch.sigmoid(scores.narrow(1, self.config.num_experts, 1)))
         residual.add_(out, alpha=scale)
         return logits
+
+
+class MoeBesideDense(nn.Module):
+    """A mixture of experts beside an ordinary block (Gemma 4). Both read the residual stream, each through a norm of
+    its own, and so does the router; what both make is normed before it is added up."""
+
+    def __init__(self, ops: Ops, hidden_size: int, config: MoeConfig, activation: str, eps: float) -> None:
+        super().__init__()
+        self.mixture = MoeMLP(ops, hidden_size, config, activation)
+        self.norm, self.out_norm = RMSNorm(ops, hidden_size, eps), RMSNorm(ops, hidden_size, eps)
+        self.dense_out_norm, self.router_norm = RMSNorm(ops, hidden_size, eps), RMSNorm(ops, hidden_size, eps)
+        self.router_norm.weight.number_type = torch.float32  # type: ignore[attr-defined]  # read by models/weights.py
+
+    def finish(self) -> None:
+        """Let the router's norm scale what it reads, once the weights are loaded."""
+        weight = self.router_norm.weight
+        weight.data.mul_(len(weight) ** -0.5)
+
+    def forward(self, x: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        """Residual stream [T, E] and what the ordinary block made of it -> the sum of both."""
+        mixed = self.mixture.of_scored(self.norm(x), self.router_norm(x))
+        out: torch.Tensor = self.out_norm(mixed)
+        return out.add_(self.dense_out_norm(dense))

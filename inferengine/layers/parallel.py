@@ -178,6 +178,8 @@ class Shard(NamedTuple):
             return config
         if config.implementation != "native":
             raise ConfigError(KEY, f"the modules of {config.implementation} are not divided: set it to 1")
+        if config.value_norm or config.full_kv is not None or config.layer_inputs is not None:
+            raise ConfigError(KEY, f"the layers of {config.model_type} are not divided: set it to 1")
         queries, keys = self.heads(config)
         moe = config.moe
         if moe is not None:

@@ -1,7 +1,8 @@
 """Rotary position embeddings: every supported scaling as a table of inverse frequencies and one magnitude.
 
 Sources: Su et al. 2021 (RoPE); linear: Chen et al. 2023; dynamic NTK: bloc97 2023; YaRN: Peng et al. 2023; longrope:
-Ding et al. 2024; llama3: as published with Llama 3.1. Definitions agree with transformers' modeling_rope_utils.
+Ding et al. 2024; llama3 and proportional: as published with Llama 3.1 and Gemma 4. Definitions agree with
+transformers' modeling_rope_utils.
 
 The kernels know one rotation: element i of a head turns with element i + D / 2. Other rotations are the same one after
 the elements of each query and key head are put in another order, which changes no product of a query with a key:
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Parameters of one rotation. `kind` is default | linear | dynamic | llama3 | yarn | longrope."""
+    """Parameters of one rotation. `kind` is default | linear | dynamic | llama3 | yarn | longrope | proportional."""
 
     theta: float
     head_dim: int
@@ -38,6 +39,7 @@ class RopeConfig:
     interleaved: bool = False  # element 2i turns with 2i + 1, as checkpoints of such models store them
     short_factor: tuple[float, ...] = ()  # longrope: divisors of the frequencies, up to the original context
     long_factor: tuple[float, ...] = ()  # longrope: divisors where the context served is longer
+    num_turning: int = 0  # proportional: pairs of elements that turn, the first ones; the others' frequency is 0
 
     @property
     def dim(self) -> int:
@@ -69,6 +71,9 @@ def inverse_frequencies(rope: RopeConfig, num_positions: int = 0) -> tuple[torch
         return plain, 1.0
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
+    if rope.kind == "proportional":
+        turns = torch.arange(len(plain)) < rope.num_turning
+        return torch.where(turns, plain / rope.factor, 0.0), 1.0
     if rope.kind == "llama3":
         return _llama3(plain, rope), 1.0
     if rope.kind == "longrope":

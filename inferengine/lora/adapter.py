@@ -263,6 +263,8 @@ def _place(key: str, name: str, model: nn.Module, targets: Mapping[str, Any]) ->
         raise _refused(name, f"the tensor {key} adapts {what}")
     if not isinstance(module, Linear):
         raise _refused(name, f"the tensor {key} adapts what is no linear layer of this model, which is not supported")
+    if target.part is not None and target.part >= len(module.parts):
+        raise _refused(name, f"the tensor {key} adapts a projection that this layer does not have")
     return Projection(linear, target.part if len(module.parts) > 1 else None), match.group(2) or MAGNITUDE, stem
 
 

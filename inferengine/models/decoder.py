@@ -130,12 +130,12 @@ def moe_targets(
     router: str = "gate",
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     shared: str = "shared_expert",
+    there: str = "layers.{}.mlp",
 ) -> dict[str, Target]:
     """Targets of a mixture of experts: a tensor for each expert's projections, which `parts` names, or one for all
-    experts, as transformers 5 saves them. `here` is the block's name in the checkpoint."""
+    experts, as transformers 5 saves them. `here` is the block's name in the checkpoint, `there` in the model."""
     if config is None:
         return {}
-    there = "layers.{}.mlp"
     score = 0 if config.gated_shared else None
     targets = {
         f"{here}.{router}.weight": Target(f"{there}.router.weight", score),

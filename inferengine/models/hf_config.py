@@ -207,7 +207,13 @@ def read_rope(
     rope.value("type")
     for key in own_keys:
         rope.value(key)
-    rotary_dim = _rotary_dim(config, rope, head_dim, partial)
+    if kind == "proportional":  # its share is of the frequencies, not of the head
+        turning = int(rope.number("partial_rotary_factor", 1.0, zero=True) * head_dim // 2)
+        if turning > head_dim // 2:
+            raise refused(f"{rope.where}: partial_rotary_factor must be at most 1")
+        rotary_dim = head_dim
+    else:
+        turning, rotary_dim = 0, _rotary_dim(config, rope, head_dim, partial)
     theta = rope.number("rope_theta", default_theta)
     if kind in ("longrope", "su"):
         result = _longrope(config, rope, theta, head_dim, max_position, rotary_dim)
@@ -216,7 +222,12 @@ def read_rope(
     rope.finish()
     if head_dim % 2:
         raise refused(f"{config.where}: head_dim = {head_dim} must be even for rotary embeddings")
-    return dataclasses.replace(result, rotary_dim=0 if rotary_dim == head_dim else rotary_dim, interleaved=interleaved)
+    return dataclasses.replace(
+        result,
+        rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
+        interleaved=interleaved,
+        num_turning=turning,
+    )
 
 
 def _rope_reader(config: ConfigReader, layer_type: str | None, default_theta: float) -> ConfigReader:
@@ -241,6 +252,8 @@ def _rope_of_kind(rope: ConfigReader, kind: str, theta: float, head_dim: int, ma
         return RopeConfig(theta, head_dim)
     if kind == "linear":
         return RopeConfig(theta, head_dim, kind, factor=rope.number("factor"))
+    if kind == "proportional":
+        return RopeConfig(theta, head_dim, kind, factor=rope.number("factor", 1.0))
     if kind == "dynamic":
         rope.value("original_max_position_embeddings")
         return RopeConfig(theta, head_dim, kind, factor=rope.number("factor"), original_max_position=max_position)
@@ -272,7 +285,8 @@ def _rope_of_kind(rope: ConfigReader, kind: str, theta: float, head_dim: int, ma
             truncate=rope.flag("truncate", True),
         )
     raise refused(
-        f"{rope.where}: rope_type = {kind!r} is not supported; default, linear, dynamic, llama3, yarn, longrope are"
+        f"{rope.where}: rope_type = {kind!r} is not supported; default, linear, dynamic, llama3, yarn, longrope and "
+        "proportional are"
     )
 
 

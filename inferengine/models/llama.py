@@ -16,8 +16,9 @@ from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.latent import LatentAttention
+from inferengine.layers.layer_inputs import LayerInputGate, LayerInputs
 from inferengine.layers.linear import MLP, GatedMLP, Linear
-from inferengine.layers.moe import MoeMLP
+from inferengine.layers.moe import MoeBesideDense, MoeMLP
 from inferengine.layers.norm import Norm, make_norm
 from inferengine.models.decoder import DecoderModel, Target, WeightMap, attention_targets, gated_mlp_targets
 from inferengine.models.hf_config import ConfigReader, read_rope
@@ -110,22 +111,27 @@ class LlamaLayer(nn.Module):
         self.mlp_norm = norm(config.pre_norms and config.parallel != "shared")
         self.mlp: GatedMLP | MLP | MoeMLP
         moe = config.moe_of(layer)
-        if moe is None:
-            kind = GatedMLP if config.gated_mlp else MLP
-            self.mlp = kind(
-                ops, config.hidden_size, config.intermediate_size, activation=config.activation, bias=config.mlp_bias
-            )
+        self.beside: MoeBesideDense | None = None
+        if moe is None or moe.beside_dense:
+            kind, width = GatedMLP if config.gated_mlp else MLP, config.intermediate_size_of(layer)
+            self.mlp = kind(ops, config.hidden_size, width, activation=config.activation, bias=config.mlp_bias)
         else:
             self.mlp = MoeMLP(ops, config.hidden_size, moe, config.activation)
+        if moe is not None and moe.beside_dense:
+            self.beside = MoeBesideDense(ops, config.hidden_size, moe, config.activation, config.norm_eps)
         self.mlp_out_norm = norm(config.post_norms)
+        inputs = config.layer_inputs
+        self.gate = None if inputs is None else LayerInputGate(ops, inputs, config.hidden_size, config.norm_eps)
+        self.output_scale = nn.Parameter(torch.empty(1), requires_grad=False) if config.layer_scales else None
         self.is_plain, self.is_parallel, self.scale = config.is_plain, bool(config.parallel), config.residual_scale
         self.following: tuple[Norm | None] = (None,)  # the next layer's first norm; in a tuple: not a submodule
 
     def forward(
-        self, x: torch.Tensor, batch: Batch, normed: torch.Tensor | None = None
+        self, x: torch.Tensor, batch: Batch, normed: torch.Tensor | None = None, own: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Residual stream [T, E] -> the same after this layer, in place where the device can. `normed` is x after this
-        layer's first norm, where the layer before has computed it. Returned beside it: the same for the next layer."""
+        layer's first norm, where the layer before has computed it. Returned beside it: the same for the next layer.
+        `own`: the layer's input [T, size], where the model has such."""
         attention, mlp = self.attention, self.mlp
         if self.is_plain:
             mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm, normed), batch)
@@ -144,7 +150,15 @@ class LlamaLayer(nn.Module):
         x = self._add(x, attention.out, mixed, self.attention_out_norm)
         if isinstance(mlp, MoeMLP):
             return mlp.add_to(x, _input_of(x, self.mlp_norm, None), self.scale), None
-        return self._add(x, mlp.down, mlp.hidden(x, self.mlp_norm), self.mlp_out_norm), None
+        hidden = mlp.hidden(x, self.mlp_norm)
+        if self.beside is None:
+            x = self._add(x, mlp.down, hidden, self.mlp_out_norm)
+        else:
+            assert self.mlp_out_norm is not None  # of every model with such layers
+            x = x.add_(self.mlp_out_norm(self.beside(x, mlp.down(hidden))))
+        if self.gate is not None and own is not None:
+            x = self.gate.add_to(x, own)
+        return x if self.output_scale is None else x.mul_(self.output_scale), None
 
     def _add(self, x: torch.Tensor, linear: Linear, inputs: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """x += scale * norm(linear(inputs)), in place."""
@@ -173,6 +187,9 @@ class Llama(DecoderModel):
         self.unused_positions = config.learned_positions
         if self.unused_positions is not None:
             self.positions = TokenEmbedding(config.max_position + self.unused_positions, config.hidden_size)
+        self.inputs: LayerInputs | None = None
+        if config.layer_inputs is not None:
+            self.inputs = LayerInputs(ops, config.layer_inputs, config.hidden_size, config.num_layers, config.norm_eps)
         layers = [LlamaLayer(ops, config, layer) for layer in range(config.num_layers)]
         if config.is_plain:
             for layer, after in pairwise(layers):
@@ -194,6 +211,10 @@ class Llama(DecoderModel):
         if self.unused_positions is not None:
             x.add_(self.positions(batch.positions + self.unused_positions))
         normed = None
+        if self.inputs is not None:
+            for layer, own in zip(self.layers, self.inputs(batch.input_ids, x), strict=False):  # warm-up has fewer
+                x, normed = layer(x, batch, normed, own)
+            return x
         for layer in self.layers:
             x, normed = layer(x, batch, normed)
         return x

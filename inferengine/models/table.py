@@ -24,6 +24,8 @@ class Family(NamedTuple):
 
 MIXTURE = "attention, shared and dense blocks"  # what adapters of a mixture of experts may change
 
+WITHOUT_EXPERTS = "linear layers but experts"  # of families of which some sizes have experts
+
 FAMILIES = (
     Family(
         "LlamaForCausalLM",
@@ -74,6 +76,23 @@ FAMILIES = (
     Family("GemmaForCausalLM", "families.gemma", "gemma", (2.5, 8.5), "Gemma 1"),
     Family("Gemma2ForCausalLM", "families.gemma2", "gemma2", (2.6, 9.2, 27.2), "Gemma 2"),
     Family("Gemma3ForCausalLM", "families.gemma3", "gemma3_text", (0.27, 1), "Gemma 3 270M and 1B"),
+    Family(
+        "Gemma4ForCausalLM",
+        "families.gemma4",
+        "gemma4_text",
+        (5.1, 8, 25.2, 30.7),
+        "Gemma 4 E2B, E4B, 26B-A4B, 31B, saved as text models",
+        tools="gemma4",
+        lora=WITHOUT_EXPERTS,
+    ),
+    Family(
+        "Gemma4UnifiedForCausalLM",
+        "families.gemma4",
+        "gemma4_unified_text",
+        (12,),
+        "Gemma 4 12B, saved as a text model",
+        tools="gemma4",
+    ),
     Family("Olmo2ForCausalLM", "families.olmo2", "olmo2", (1.5, 7.3, 13.7, 32.2), "OLMo 2"),
     Family("Olmo3ForCausalLM", "families.olmo3", "olmo3", (7.3, 32.2), "OLMo 3"),
     Family("GraniteForCausalLM", "families.granite", "granite", (2.5, 8.2), "Granite 3, dense", tools="granite"),
@@ -209,15 +228,16 @@ FAMILIES = (
         "families.text_of_multimodal",
         "gemma4",
         (5.1, 8, 25.2, 30.7),
-        "Gemma 4 E2B, E4B, 26B-A4B, 31B: their text model, computed by transformers' modules",
+        "Gemma 4 E2B, E4B, 26B-A4B, 31B: their text model",
         tools="gemma4",
+        lora=WITHOUT_EXPERTS,
     ),
     Family(
         "Gemma4UnifiedForConditionalGeneration",
         "families.text_of_multimodal",
         "gemma4_unified",
         (12,),
-        "Gemma 4 12B: its text model, computed by transformers' modules",
+        "Gemma 4 12B: its text model",
         tools="gemma4",
     ),
     Family(

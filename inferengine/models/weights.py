@@ -223,7 +223,7 @@ class _Loader:
             return _num_bytes(self.stored_head)
         target = self.map.targets.get(LAYER.sub(".{}.", short, count=1))
         parameter = target.parameter.replace("{}", number.group(1) if number else "") if target else ""
-        if target is None or parameter not in self.parameters:
+        if target is None or parameter not in self.parameters or not self._has_part(parameter, target.part):
             raise refused(f"the tensor {name} is unexpected: the model that config.json describes has no place for it")
         part = self._held_part(parameter, target.part)
         return 0 if part == ELSEWHERE else self._fill(shard, name, target, parameter, part)
@@ -324,7 +324,7 @@ class _Loader:
             source = getattr(self.model.get_submodule(owner), "source", None)
         except AttributeError:  # a layer that this model does not have: refused by `load`
             return None
-        if source is None or not source.knows(suffix):
+        if source is None or not source.knows(suffix) or not self._has_part(f"{owner}.weight", target.part):
             return None
         return source, self._held_part(f"{owner}.weight", target.part), suffix
 
@@ -334,6 +334,11 @@ class _Loader:
             return data
         owner: Any = self.model.get_submodule(name.rpartition(".")[0])  # a Linear or a HeadNorm: they have parts
         return data.narrow(0, sum(owner.parts[:part]), owner.parts[part])
+
+    def _has_part(self, name: str, part: int | None) -> bool:
+        """Whether a parameter has this part: a layer may lack a projection that others have (Gemma 4's values)."""
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        return part is None or not isinstance(owner, Linear) or part < len(owner.parts)
 
     def _held_part(self, name: str, part: int | None) -> int | None:
         """A part of the whole parameter as a part of what this rank holds; ELSEWHERE: another rank holds it."""

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from inferengine.kernels.batch import NewKeys
 from inferengine.kernels.cuda.attention.decode import decode_attention, decode_attention_qkv
 from inferengine.kernels.cuda.attention.prefill import prefill_attention
 from inferengine.kernels.cuda.dispatch import PrefillConfig, decode_rule
@@ -23,6 +24,7 @@ SHAPES = [
     (4, 2, 24, 64, None, 20.0),
     (2, 1, 128, 64, 70, 30.0),
 ]
+WIDE = (4, 1, 512, 16)  # heads, kv heads, head dim, block size: Gemma 4's layers with full attention
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,53 @@ def test_prefill_attention(heads, kv_heads, head_dim, block_size, window, softca
         )  # fmt: skip
         assert relative_error(out[skipped:], expected[skipped:]) < tolerance(dtype)
         assert not out[:skipped].any(), "decode rows belong to the decode kernel"
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_heads_of_512(dtype, num_splits, device):
+    heads, kv_heads, head_dim, block_size = WIDE
+    row_lens, counts = [70, 1, 40], [1, 1, 9]
+    case = make_paged_case(row_lens, counts, kv_heads, head_dim, block_size, dtype, device)
+    q = torch.randn(sum(counts), heads, head_dim, device=device).to(dtype)
+    expected, scratch = reference_attention(q, case, 0.05, None, None), make_scratch(device)
+    out = torch.empty(sum(counts), heads * head_dim, device=device, dtype=dtype)
+    decode_attention(
+        q[:2], case.kv, case.row_slot[:2], case.row_len[:2], case.block_table, 0.05, None, None, scratch, out=out[:2],
+        num_splits=num_splits,
+    )  # fmt: skip
+    prefill_attention(
+        q, case.kv, case.row_slot, case.row_start, case.query_start, case.block_table, 0.05, None, None, first_row=2,
+        num_tokens=9, out=out, scratch=scratch,
+    )  # fmt: skip
+    assert relative_error(out, expected) < tolerance(dtype)
+    assert not scratch.arrived.any()
+
+
+@pytest.mark.parametrize("new_keys", [NewKeys(value_norm=True), NewKeys(has_values=False, value_norm=True)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), [(6, 2, 24, 16), WIDE])
+def test_packed_values_may_be_normed_and_may_be_the_keys(heads, kv_heads, head_dim, block_size, new_keys, device):
+    row_lens, scratch = [1, 70, 0], make_scratch(device)
+    case = make_paged_case(row_lens, [1] * 3, kv_heads, head_dim, block_size, torch.float32, device)
+    qkv = torch.randn(3, (heads + (1 + new_keys.has_values) * kv_heads) * head_dim, device=device)
+    cos_sin, (q_norm, k_norm) = torch.randn(128, head_dim, device=device), torch.randn(2, head_dim, device=device)
+    q, k, v = (qkv.view(3, -1, head_dim)[:, first : first + count] for first, count in (
+        (0, heads), (heads, kv_heads), (heads + new_keys.has_values * kv_heads, kv_heads)))  # fmt: skip
+    positions = (case.row_len - 1).clamp_min(0)
+    q, k = (reference_rope(reference_norm(x, gain, 1e-6), cos_sin, positions) for x, gain in ((q, q_norm), (k, k_norm)))
+    v = reference_norm(v, torch.ones(head_dim), 1e-6)
+    expected_kv = case.kv.clone()
+    for row, length in enumerate(row_lens[:2]):
+        block = int(case.block_table[int(case.row_slot[row]), (length - 1) // block_size])
+        expected_kv[block, :, :, (length - 1) % block_size] = torch.stack((k[row], v[row])).float()
+    actual_kv = case.kv.clone()
+    out = decode_attention_qkv(
+        qkv, q_norm, k_norm, 1e-6, cos_sin, actual_kv, case.row_slot, case.row_len, case.block_table, heads, 0.1,
+        None, None, scratch, num_splits=2, new_keys=new_keys,
+    )  # fmt: skip
+    torch.testing.assert_close(actual_kv, expected_kv, rtol=1e-4, atol=1e-4)
+    case.kv.copy_(expected_kv)
+    assert relative_error(out, reference_attention(q, case, 0.1, None, None)) < 1e-4
 
 
 @pytest.mark.parametrize("window", [None, 20])

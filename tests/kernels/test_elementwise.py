@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from inferengine.kernels.batch import NewKeys
 from inferengine.kernels.cuda.activation import gelu_tanh_and_mul, silu_and_mul
 from inferengine.kernels.cuda.norm import add_rms_norm, rms_norm
 from inferengine.kernels.cuda.rope_kv_write import qkv_rope_write
@@ -71,3 +72,33 @@ def test_qkv_rope_write(heads, kv_heads, head_dim, rope, qk_norm, dtype, device)
     actual = qkv_rope_write(qkv, norms[0], norms[1], 1e-6, cos_sin, positions, slots, kv, heads, kv_heads)
     assert relative_error(actual, q) < tolerance(dtype)
     assert relative_error(kv, expected) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("new_keys", [NewKeys(value_norm=True), NewKeys(has_values=False, value_norm=True),
+                                      NewKeys(has_values=False), NewKeys(has_keys=False)])  # fmt: skip
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(7, 1, 24), (4, 2, 512)])
+def test_values_may_be_normed_or_the_keys_or_there_is_nothing_new(heads, kv_heads, head_dim, new_keys, device):
+    packed = heads + kv_heads * (new_keys.has_keys + (new_keys.has_keys and new_keys.has_values))
+    qkv = torch.randn(3, packed * head_dim, device=device)
+    positions = torch.tensor([0, 17, 40], device=device, dtype=torch.int32)
+    slots = torch.tensor([5, 16, 47], device=device)
+    cos_sin, (q_norm, k_norm) = torch.randn(64, head_dim, device=device), torch.randn(2, head_dim, device=device)
+    kv = torch.randn(3, 2, kv_heads, 16, head_dim, device=device)
+    expected = kv.double()
+    q, *new = (
+        qkv.view(3, packed, head_dim).double().split(heads, 1)
+        if packed == heads
+        else qkv.view(3, packed, head_dim).double().split([heads, *[kv_heads] * ((packed - heads) // kv_heads)], 1)
+    )
+    if new_keys.has_keys:
+        values = reference_norm(new[-1], torch.ones(head_dim), 1e-6) if new_keys.value_norm else new[-1]
+        keys = reference_rope(reference_norm(new[0], k_norm, 1e-6), cos_sin, positions)
+        for token, slot in enumerate(slots.tolist()):
+            expected[slot // 16, :, :, slot % 16] = torch.stack((keys[token], values[token]))
+    wanted = reference_rope(reference_norm(q, q_norm, 1e-6), cos_sin, positions)
+    actual = qkv_rope_write(
+        qkv, q_norm, k_norm if new_keys.has_keys else None, 1e-6, cos_sin, positions, slots, kv, heads, kv_heads,
+        new_keys=new_keys,
+    )  # fmt: skip
+    assert relative_error(actual, wanted) < 1e-5
+    assert relative_error(kv, expected) < 1e-5

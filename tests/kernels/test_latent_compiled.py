@@ -56,6 +56,8 @@ def test_the_next_latents_are_on_their_way_while_others_are_computed_with(heads,
 WIDE = """
 import sys
 import torch
+from inferengine.kernels.batch import NewKeys
+from inferengine.kernels.cuda import rope_kv_write
 from inferengine.kernels.cuda.attention import decode, prefill
 from inferengine.kernels.cuda.split_k import Scratch
 
@@ -66,10 +68,19 @@ class Compiled:
 
 decode._decode_kernel = Compiled(decode._decode_kernel)
 prefill._prefill_kernel = Compiled(prefill._prefill_kernel)
-decode.supports_pdl = prefill.supports_pdl = lambda device: True
-kv, one = torch.zeros(4, 2, 16, 16, 512, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
-q, out = (torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((32, 512), (32 * 512,)))
+rope_kv_write._rope_write_kernel = Compiled(rope_kv_write._rope_write_kernel)
+decode.supports_pdl = prefill.supports_pdl = rope_kv_write.supports_pdl = lambda device: True
+kv, one = torch.zeros(4, 2, 1, 16, 512, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
+q, out = (torch.zeros(4, *shape, dtype=torch.bfloat16) for shape in ((8, 512), (8 * 512,)))
 scratch = Scratch(torch.device("cpu"), num_floats=1 << 22, num_counters=64)
+if sys.argv[1] == "packed":
+    qkv, gain, angles = torch.zeros(4, 9 * 512, dtype=torch.bfloat16), q[0, 0], torch.zeros(8, 512)
+    new_keys = NewKeys(has_values=False, value_norm=True)
+    decode.decode_attention_qkv(
+        qkv, gain, gain, 1e-6, angles, kv, one, one, one[None], 8, 1.0, None, None, scratch, new_keys=new_keys
+    )
+    rope_kv_write.qkv_rope_write(qkv, gain, gain, 1e-6, angles, one, one.long(), kv, 8, 1, new_keys=new_keys)
+    sys.exit()
 decode.decode_attention(q, kv, one, one, one[None], 1.0, None, None, scratch)
 prefill.prefill_attention(
     q, kv, one[:3], one[:3], one, one[None], 1.0, None, None, first_row=0, num_tokens=4, out=out, scratch=scratch
@@ -77,9 +88,10 @@ prefill.prefill_attention(
 """
 
 
-def test_heads_of_512_fit_too(compile_program):
-    """Gemma 4's layers without a window have them."""
-    done = compile_program(WIDE)
+@pytest.mark.parametrize("inputs", ["rotated", "packed"])
+def test_heads_of_512_fit_too(inputs, compile_program):
+    """Gemma 4's layers without a window have them, some of them with keys that are values."""
+    done = compile_program(WIDE, inputs)
     shared = [int(line) for line in done.stdout.splitlines()]
     assert len(shared) == 2, done.stderr[-2000:]
     assert max(shared) <= 227 * 1024

@@ -189,17 +189,22 @@ ROUTINGS = {
     "sigmoid": Routing(3, False, sigmoid=True, factor=2.5),
     "sigmoid, groups, corrected": Routing(3, True, sigmoid=True, groups=(3, 2), factor=2.5),
     "sigmoid, a part of the experts": Routing(3, True, sigmoid=True, held=(4, 5)),
+    "gains": Routing(3, True),
+    "gains, a part of the experts": Routing(3, False, held=(4, 5)),
 }
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_routing_of_deepseek(name, device):
+def test_routing_of_deepseek_and_gemma(name, device):
     routing, logits = ROUTINGS[name], torch.randn(7, 12)
+    if "gains" in name:
+        routing = routing._replace(gains=torch.randn(12))
     if "corrected" in name:
         routing = routing._replace(correction=torch.randn(12))
     expected, wanted = reference.route(logits, routing)
-    moved = None if routing.correction is None else routing.correction.to(device)
-    ids, weights = choose_experts(logits.to(device), 12, routing._replace(correction=moved))
+    correction, gains = (None if each is None else each.to(device) for each in (routing.correction, routing.gains))
+    moved = routing._replace(correction=correction, gains=gains)
+    ids, weights = choose_experts(logits.to(device), 12, moved)
     if routing.held is not None:
         here = (expected >= 4) & (expected < 9)
         expected, wanted = torch.where(here, expected - 4, 5), wanted * here

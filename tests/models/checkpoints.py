@@ -86,6 +86,8 @@ def model_of(class_name: str, values: dict[str, Any]) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # zeros too
             buffer.copy_(torch.randn(buffer.shape) * 0.2)
+        if name.endswith("layer_scalar"):  # ones
+            buffer.uniform_(0.6, 1.4)
     for module in model.modules():
         if hasattr(module, "alpha") and "swiglu_alpha" in values:  # transformers 5.17 has constants here
             module.alpha, module.limit = values["swiglu_alpha"], values["swiglu_limit"]

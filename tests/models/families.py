@@ -67,6 +67,17 @@ CASES: dict[str, Case] = {
     "gemma2": Case("Gemma2Config", {**BARE, "sliding_window": 12, "query_pre_attn_scalar": 30,
                                     "tie_word_embeddings": False,
                                     "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma4-e2b, layers that share keys": Case("Gemma4TextConfig", {
+        **GEMMA4, "num_hidden_layers": 6, "num_key_value_heads": 1, "num_kv_shared_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 301, "final_logit_softcapping": 5.0}),
+    "gemma4-26b, experts beside a block": Case("Gemma4TextConfig", {
+        **GEMMA4, "num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 7,
+        "top_k_experts": 3, "moe_intermediate_size": 24}),
+    "gemma4-12b": Case("Gemma4UnifiedTextConfig", {
+        **GEMMA4, "num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "attention_bias": True}),
     "olmo2": Case("Olmo2Config", {**EVEN}),
     "olmo3": Case("Olmo3Config", {**EVEN, "num_hidden_layers": 4, "sliding_window": 12, "rope_parameters": {
         "full_attention": {key: YARN[key] for key in list(YARN)[:4]},
@@ -158,6 +169,9 @@ MORE: dict[str, Case] = {  # for scripts/compare_families
     "gemma4-31b, heads of 512": Case("Gemma4TextConfig", {
         **GEMMA4, "num_attention_heads": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 1, "head_dim": 256,
         "global_head_dim": 512, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}),
+    "gemma4-e4b, published pattern": Case("Gemma4TextConfig", {
+        **{key: value for key, value in GEMMA4.items() if key != "layer_types"}, "num_hidden_layers": 12,
+        "num_kv_shared_layers": 5, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 301}),
     "falcon3": Case("LlamaConfig", {**BARE, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}),
 }  # fmt: skip
 

@@ -177,7 +177,7 @@ def test_layers_that_share_keys_may_be_stored_with_their_own(tmp_path):
 
 
 def test_a_text_model_of_transformers_modules_says_so(tmp_path):
-    config, _ = registry.read_model_config(save(model_of("Gemma4"), tmp_path))
+    config, _ = registry.read_model_config(save(model_of("EXAONE 4.5"), tmp_path))
     assert config.implementation == "transformers"
 
 

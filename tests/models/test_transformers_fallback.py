@@ -20,7 +20,7 @@ from inferengine.models.table import FAMILIES
 from tests.executor.engine import Engine
 from tests.lora.adapters import write_adapter
 from tests.models.checkpoints import greedy_reference, logits_reference, model_of, save
-from tests.models.families import BARE, EVEN, GEMMA4, HALF, LATENT, MIXTURE, Case, compare
+from tests.models.families import BARE, EVEN, HALF, LATENT, MIXTURE, Case, compare
 
 MULTI_QUERY = {
     "vocab_size": 301, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 256, "initializer_range": 0.25,
@@ -45,13 +45,6 @@ CASES = {
     "granite-moe-shared": Case("GraniteMoeSharedConfig", {**EVEN, "num_local_experts": 6, "num_experts_per_tok": 3,
                                                           "shared_intermediate_size": 56}),
     "youtu, latent": Case("YoutuConfig", {**EVEN, **LATENT}),
-    "gemma4-e2b, layers that share keys": Case("Gemma4TextConfig", {
-        **GEMMA4, "num_key_value_heads": 1, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 301, "final_logit_softcapping": 5.0}),
-    "gemma4-26b, fewer kv heads in some layers": Case("Gemma4TextConfig", {
-        **GEMMA4, "num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
-        "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 6,
-        "top_k_experts": 2, "moe_intermediate_size": 24}),
     "granite-swa, sinks": Case("GraniteSWAConfig", {**EVEN, "sliding_window": 12, "num_hidden_layers": 4}),
     "granite-4-micro, attention alone": Case("GraniteMoeHybridConfig", {
         **EVEN, "num_local_experts": 0, "shared_intermediate_size": 64, "layer_types": ["full_attention"] * 2,

@@ -28,8 +28,9 @@ GroupCache = tuple[torch.Tensor, int | None]  # the cache of a KV group's first 
 
 
 class KVCache:
-    """One tensor per layer, [num_blocks + 1, planes, K, block_size, D]; the last block is scratch for padded rows. The
-    planes are keys and values, or latents alone."""
+    """One tensor per layer that has a cache, [num_blocks + 1, planes, K, block_size, D]; the last block is scratch for
+    padded rows. The planes are keys and values, or latents alone. Layers of a group have one shape. A layer that reads
+    an earlier one's keys and values is bound to that one's tensor."""
 
     def __init__(
         self,
@@ -40,17 +41,21 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.groups = groups
-        shape = (config.kv_planes, config.num_kv_heads, block_size, config.head_dim)
-        self.layer_groups = [config.group_windows.index(window) for window in config.windows]
-        self.layers = [zeros((groups[group].num_blocks + 1, *shape), dtype, device) for group in self.layer_groups]
+        windows = [config.windows[layer] for layer in config.cached_layers]
+        self.layer_groups = [config.group_windows.index(window) for window in windows]
+        shapes = [(config.kv_planes, kv.num_heads, block_size, kv.head_dim) for kv in map(config.kv_shape, windows)]
+        self.layers = [
+            zeros((groups[group].num_blocks + 1, *shape), dtype, device)
+            for group, shape in zip(self.layer_groups, shapes, strict=True)
+        ]
         self.host_layers = [
             torch.zeros(groups[group].num_host_blocks, *shape, dtype=dtype, pin_memory=device.type == "cuda")
-            for group in self.layer_groups
+            for group, shape in zip(self.layer_groups, shapes, strict=True)
         ]
-        first_layers = [config.windows.index(window) for window in config.group_windows]
         self.group_caches: list[GroupCache] = [
-            (self.layers[layer], window) for layer, window in zip(first_layers, config.group_windows, strict=True)
+            (self.layers[windows.index(window)], window) for window in config.group_windows
         ]
+        self._sources = sources_of(config)
 
     @property
     def num_bytes(self) -> int:
@@ -65,8 +70,8 @@ class KVCache:
         """Give every attention layer its cache tensor and its rotation table; equal tables are shared."""
         tables: dict[RopeConfig, torch.Tensor] = {}
         attentions = [module for module in model.modules() if isinstance(module, CachedAttention)]
-        for attention, kv in zip(attentions, self.layers, strict=True):
-            attention.kv = kv
+        for attention, source in zip(attentions, self._sources, strict=True):
+            attention.kv = kv = self.layers[source]
             if attention.rope is not None:
                 if attention.rope not in tables:
                     tables[attention.rope] = cos_sin_table(attention.rope, num_positions, kv.device)
@@ -112,10 +117,16 @@ def _runs(copy: BlockCopies) -> list[tuple[int, int, int]]:
     return [(int(sources[begin]), int(targets[begin]), int(count)) for begin, count in zip(begins, counts, strict=True)]
 
 
-def set_scales(model: nn.Module, magnitudes: list[tuple[float, float]]) -> None:
-    """Set the scales of every attention layer from `magnitudes`, the largest key and value seen of each layer."""
+def sources_of(config: DecoderConfig) -> list[int]:
+    """Return, for each layer with attention, the place of the cache that it reads among KVCache.layers."""
+    return [config.cached_layers.index(config.kv_source(layer)) for layer in range(len(config.windows))]
+
+
+def set_scales(model: nn.Module, config: DecoderConfig, magnitudes: list[tuple[float, float]]) -> None:
+    """Set the scales of every attention layer from `magnitudes`, the largest key and value seen of each cache."""
     layers = [module for module in model.modules() if isinstance(module, CachedAttention)]
-    for layer, (key, value) in zip(layers, magnitudes, strict=True):
+    for layer, source in zip(layers, sources_of(config), strict=True):
+        key, value = magnitudes[source]
         layer.kv_scales = (_scale(key), _scale(value))
 
 

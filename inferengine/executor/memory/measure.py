@@ -114,7 +114,7 @@ def _set_kv_scales(runner: MeasuredRunner, max_model_len: int) -> None:
         block_updates=[BlockUpdates([slot] * len(blocks), blocks, blocks) for _ in groups],
     )
     runner.execute(plan).result()
-    set_scales(runner.model, _largest(runner))
+    set_scales(runner.model, config, _largest(runner))
     runner.release()
 
 

@@ -157,7 +157,16 @@ def weight_sizes(
 
 def activation_bytes(config: DecoderConfig, num_tokens: int, num_seqs: int, dtype: torch.dtype) -> int:
     """Return an upper bound of what the largest step allocates: its widest layer a few times over, and the logits."""
-    widest = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+    layers = range(config.num_layers)
+    widest = max(
+        2 * max(config.intermediate_size_of(layer) for layer in layers),
+        *(
+            config.num_heads * kv.head_dim + 2 * kv.num_heads * kv.head_dim
+            for kv in map(config.kv_shape, config.windows)
+        ),
+    )
+    if config.layer_inputs is not None:  # of all layers: what the table has, and a projection
+        widest += 2 * config.num_layers * config.layer_inputs.size
     if config.moe is not None:  # what each chosen expert has inside, and what it gives
         widest += config.moe.num_chosen * (config.moe.intermediate_size + config.hidden_size)
     states = 3 * num_seqs * config.state_bytes(dtype.itemsize) // max(1, config.num_layers)  # one layer's, in copies
@@ -229,7 +238,7 @@ def _token_s(config: DecoderConfig, values: dict[str, object], settings: Executo
     layout = layout_of(values)
     scheme = settings.quantization if layout is None else layout.scheme
     tables = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
-    idle = (1.0 - config.chosen_share) * config.num_expert_weights
+    idle = (1.0 - config.chosen_share) * config.num_expert_weights + config.num_layer_input_weights
     operations = 2.0 * (whole // dtype.itemsize - tables / settings.tensor_parallel - idle)
     return operations / peaks.operations_per_s / (faster if scheme in EIGHT_BIT_PRODUCTS else 1.0)
 

@@ -117,7 +117,7 @@ class AttentionTimer:
         mixed: torch.Tensor = layer.ops.attention_qkv(
             inputs.qkv, layer.q_gain, layer.k_gain, layer.eps, inputs.rotation, self._pool(subject), batch, layer.group,
             layer.num_heads, layer.num_kv_heads, layer.scale, layer.window, layer.softcap, (1.0, 1.0),
-            layer.sink_scores,
+            layer.sink_scores, layer.new_keys,
         )  # fmt: skip
         return mixed
 
@@ -174,7 +174,7 @@ class AttentionTimer:
             rotation = torch.rand(
                 max(lengths), key.head_dim, dtype=torch.float32, device=self._device, generator=self._generator
             )
-        width = (key.num_heads + 2 * key.num_kv_heads) * key.head_dim
+        width = sum(layer.qkv.parts)
         qkv = torch.randn(rows, width, dtype=self._dtype, device=self._device, generator=self._generator)
         return _AttentionInputs(
             qkv, list(self._batches(tables, lengths, size, layer.group)), rotation, num_calls(read_bytes)
@@ -226,6 +226,7 @@ class AttentionTimer:
         queries = qkv_rope_write(
             inputs.qkv, layer.q_gain, layer.k_gain, layer.eps, inputs.rotation, batch.positions,
             batch.slot_mapping[layer.group], pool, layer.num_heads, layer.num_kv_heads,
+            new_keys=layer.new_keys,
         )  # fmt: skip
         known = self._expected.get((subject, rows, case))
         if known is None:

@@ -101,6 +101,13 @@ def _has_half_experts(module: Experts) -> bool:
     return isinstance(module.packed, PackedExperts) and isinstance(module.packed.down[0], torch.ScriptObject)
 
 
+def _dims(config: DecoderConfig, window: int | None) -> int:
+    """Numbers of a query that meet a key, and of what is mixed for it, in layers with this window."""
+    if config.latent is not None:
+        return config.head_dim + config.mixed_dim
+    return 2 * config.kv_shape(window).head_dim
+
+
 def model_work(
     config: DecoderConfig,
     *,
@@ -125,18 +132,20 @@ def model_work(
     if (latent := config.latent) is not None:  # `met` has the matrices of new tokens' latents already
         up_projected = 2 * config.num_layers * config.num_heads * (latent.query_dim + latent.value_dim)
         to_up_project = 2 * config.num_layers * config.num_heads * latent.rank * (latent.plain_dim + latent.value_dim)
+    unread = (tables * item_bytes if table_bytes is None else table_bytes) + config.num_layer_input_weights * item_bytes
     return ModelWork(
-        layer_bytes=float(weight_bytes - (tables * item_bytes if table_bytes is None else table_bytes)) - expert_bytes,
+        layer_bytes=float(weight_bytes - unread) - expert_bytes,
         head_bytes=float(head_weights * head_item_bytes),
         operations_per_token=2.0 * met / product_speed,
         operations_per_draw=2.0 * head_weights,
         groups=tuple(
             AttentionGroup(
                 config.kv_bytes_per_token(group, kv_item_bytes),
-                2.0 * config.layers_of(group) * config.num_heads * (config.head_dim + config.mixed_dim),
+                2.0 * config.layers_of(group) * config.num_heads * _dims(config, config.group_windows[group]),
                 config.group_windows[group],
                 up_projected,
                 to_up_project,
+                config.layers_of(group) / config.caches_of(group),
             )
             for group in groups
         ),

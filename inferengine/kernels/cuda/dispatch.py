@@ -750,6 +750,9 @@ DECODE_ATTENTION: tuple[tuple[Range, Range, DecodeConfig], ...] = (
     (to(128), to(1056), DecodeConfig(64, 8, 4, 2, 16)),
     (to(128), to(1408), DecodeConfig(64, 4, 4, 2, 16)),
     (to(128), ANY, DecodeConfig(64, 2, 4, 2, 16)),
+    (above(256), to(16), DecodeConfig(32, 16, 8, 2, 2)),  # of such heads none was measured: no register is spilled
+    (above(256), to(64), DecodeConfig(32, 8, 8, 2, 2)),
+    (above(256), ANY, DecodeConfig(32, 2, 8, 2, 16)),
     (ANY, to(64), DecodeConfig(32, 8, 4, 2)),
     (ANY, ANY, DecodeConfig(32, 2, 4, 2, 16)),
 )

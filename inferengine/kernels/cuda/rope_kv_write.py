@@ -10,9 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from inferengine.kernels.batch import USUAL_KEYS, NewKeys
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
 
 HEADS_PER_PROGRAM = 8
+WIDE_HEADS_PER_PROGRAM = 4  # of more than 256 elements
 
 
 def qkv_rope_write(
@@ -27,8 +29,10 @@ def qkv_rope_write(
     num_heads: int,
     num_kv_heads: int,
     kv_scales: tuple[float, float] = (1.0, 1.0),
+    new_keys: NewKeys = USUAL_KEYS,
 ) -> torch.Tensor:
     """qkv [T, (H+2K)*D] -> q [T, H, D] rotated; k and v of the token go to kv at slot_mapping (negative: nowhere).
+    `new_keys`: what else is packed.
 
     `q_norm` and `k_norm` are [D] or None, `cos_sin` [max_pos, D] (cos, then sin; None: no rotation), `positions` [T],
     `slot_mapping` [T] int64 = block * block_size + offset, `kv` [num_blocks, 2, K, block_size, D]. `kv_scales` divide
@@ -38,11 +42,12 @@ def qkv_rope_write(
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     if num_tokens == 0:
         return q
-    heads = num_heads + 2 * num_kv_heads
-    _rope_write_kernel[(num_tokens, triton.cdiv(heads, HEADS_PER_PROGRAM))](
+    new_heads = num_kv_heads if new_keys.has_keys else 0
+    heads, each = num_heads + 2 * new_heads, HEADS_PER_PROGRAM if head_dim <= 256 else WIDE_HEADS_PER_PROGRAM
+    _rope_write_kernel[(num_tokens, triton.cdiv(heads, each))](
         qkv,
         qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm,
+        q_norm if k_norm is None and q_norm is not None else qkv if k_norm is None else k_norm,
         qkv if cos_sin is None else cos_sin,
         positions,
         slot_mapping,
@@ -56,12 +61,14 @@ def qkv_rope_write(
         kv.stride(1),
         kv.stride(2),
         NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
+        NUM_KV_HEADS=new_heads,
         HEAD_DIM=head_dim,
         BLOCK_DIM=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=kv.shape[3],
-        HEADS=HEADS_PER_PROGRAM,
+        HEADS=each,
         QK_NORM=q_norm is not None,
+        VALUE_NORM=new_keys.value_norm,
+        VALUE_BEHIND=new_heads if new_keys.has_values else 0,
         ROPE=cos_sin is not None,
         num_warps=4,
         **launch_options(supports_pdl(qkv.device)),
@@ -126,12 +133,14 @@ def _rope_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     QK_NORM: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
+    VALUE_BEHIND: tl.constexpr,
     ROPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Norm and rotate queries and keys of qkv [T, (H + 2 K) * D]; queries -> q [T, H, D], keys and values -> the cache
     at their slots. Grid: (T, groups of HEADS heads). A program computes HEADS of one token's query, key and value
-    heads."""
+    heads. A value lies VALUE_BEHIND heads behind its key: K, or 0 where keys are values."""
     allow_next(PDL)
     token = tl.program_id(0).to(tl.int64)
     cos_sin_row = cos_sin_ptr
@@ -150,7 +159,10 @@ def _rope_write_kernel(
     x = normed_rotated(
         row, norm_row, cos_sin_row, eps, head < NUM_HEADS + NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, QK_NORM, ROPE
     )
-    value = tl.load(row + d, mask=exists & is_value & in_dim, other=0.0).to(tl.float32)
+    value_row = row - tl.where(is_value, NUM_KV_HEADS - VALUE_BEHIND, 0) * HEAD_DIM
+    value = tl.load(value_row + d, mask=exists & is_value & in_dim, other=0.0).to(tl.float32)
+    if VALUE_NORM:
+        value *= tl.rsqrt(tl.sum(value * value, axis=1) / HEAD_DIM + eps)[:, None]
     q_at = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM + d
     tl.store(q_at, x.to(q_ptr.dtype.element_ty), mask=(head < NUM_HEADS) & in_dim)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from inferengine.kernels.batch import USUAL_KEYS, NewKeys
 from inferengine.kernels.cuda import activation, norm
 from inferengine.kernels.cuda.attention.decode import chosen_config, decode_attention, decode_attention_qkv
 from inferengine.kernels.cuda.attention.latent import head_products, latent_decode, latent_prefill, latent_rope_write
@@ -183,18 +184,21 @@ class CudaKernels:
         softcap: float | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
         sinks: torch.Tensor | None = None,
+        new_keys: NewKeys = USUAL_KEYS,
     ) -> torch.Tensor:
         """Attend with packed qkv -> [T, H * D], and write K and V to the cache; one kernel when every row is a
-        decode, unless two were measured to be faster. Three where rows share prefixes, which a window hides."""
+        decode and has a new key, unless two were measured to be faster. Three where rows share prefixes, which a window
+        hides."""
         rows = batch.num_tokens
         shared = None if window is not None or self.deterministic else batch.shared_prefixes
         config = None
-        if rows == batch.num_decodes and not self.deterministic and shared is None:
+        if rows == batch.num_decodes and not self.deterministic and shared is None and new_keys.has_keys:
             config = chosen_config(qkv, num_heads, kv, window)
         if config is not None and config.fused:
             return decode_attention_qkv(
                 qkv, q_norm, k_norm, eps, cos_sin, kv, batch.row_slot, batch.row_len, batch.block_tables[group],
                 num_heads, scale, window, softcap, self.scratch, kv_scales=kv_scales, tuning=config, sinks=sinks,
+                new_keys=new_keys,
             )  # fmt: skip
         q = qkv_rope_write(
             qkv,
@@ -208,6 +212,7 @@ class CudaKernels:
             num_heads,
             num_kv_heads,
             kv_scales,
+            new_keys,
         )
         if shared is not None:
             return shared_decode_attention(

@@ -54,8 +54,12 @@ def pack_experts(
 
 
 def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [T, experts] -> experts [T, k] and their weights [T, k] fp32, the largest first."""
-    wide = logits.float()
+    """Logits [T, experts] -> experts [T, k] and their weights [T, k] fp32, by the largest score first."""
+    experts, weights = _route(logits.float(), routing)
+    return experts, weights if routing.gains is None else weights * routing.gains[experts]
+
+
+def _route(wide: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
     if routing.sigmoid:
         return _route_by_sigmoid(wide, routing)
     allowed = wide if routing.groups is None else _of_best_groups(wide, routing.groups, 1)

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inferengine.kernels.batch import USUAL_KEYS, NewKeys
 from inferengine.kernels.cuda.activation import tanh
 from inferengine.kernels.cuda.dispatch import AttentionKey, DecodeConfig, decode_config, decode_rule
 from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pdl, wait_for_previous
@@ -185,7 +186,8 @@ def combined_splits(
     """The parts of splits 0 to `active` - 1 [split, GROUP, HEAD_DIM] from `first_head` on, in this order -> the heads'
     sums of values [BLOCK_GROUP, BLOCK_DIM] and of weights, and the largest score, as `attend_tile` keeps them. Other
     programs wrote them: read past L1."""
-    STEP: tl.constexpr = 8 if SPLITS > 4 else 4 if SPLITS > 2 else 2
+    MOST: tl.constexpr = 8 if SPLITS > 4 else 4 if SPLITS > 2 else 2
+    STEP: tl.constexpr = MOST if BLOCK_DIM <= 256 else 2  # as many parts as registers hold
     best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     norm = tl.zeros([BLOCK_GROUP], tl.float32)
     result = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
@@ -265,16 +267,19 @@ def decode_attention_qkv(
     num_splits: int | None = None,
     tuning: DecodeConfig | None = None,
     sinks: torch.Tensor | None = None,
+    new_keys: NewKeys = USUAL_KEYS,
 ) -> torch.Tensor:
     """`qkv_rope_write` and `decode_attention` in one kernel: qkv [B, (H+2K)*D] -> [B, H*D].
 
-    The new token of row b has position row_len[b] - 1; its K and V are written through the block table.
+    The new token of row b has position row_len[b] - 1; its K and V are written through the block table. `new_keys`:
+    what else is packed, keys always.
     """
+    assert new_keys.has_keys
     num_rows, head_dim = qkv.shape[0], kv.shape[-1]
     out = qkv.new_empty(num_rows, num_heads * head_dim) if out is None else out
     _launch(
         qkv, q_norm, k_norm, cos_sin, eps, qkv, kv, row_slot, row_len, block_table, num_heads, scale, window, softcap,
-        scratch, out, kv_scales, num_splits, tuning, sinks,
+        scratch, out, kv_scales, num_splits, tuning, sinks, None, new_keys,
     )  # fmt: skip
     return out
 
@@ -332,6 +337,7 @@ def _launch(
     tuning: DecodeConfig | None,
     sinks: torch.Tensor | None,
     prefixes: PrefixParts | None = None,
+    new_keys: NewKeys = USUAL_KEYS,
 ) -> None:
     num_rows, num_kv_heads, block_size, head_dim = q.shape[0], kv.shape[2], kv.shape[3], kv.shape[4]
     if num_rows == 0:
@@ -387,6 +393,8 @@ def _launch(
         MIN_TILES=tuned.min_tiles,
         PACKED=qkv is not None,
         QK_NORM=q_norm is not None,
+        VALUE_NORM=new_keys.value_norm,
+        VALUE_BEHIND=num_kv_heads if new_keys.has_values else 0,
         ROPE=cos_sin is not None,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
@@ -440,6 +448,8 @@ def _decode_kernel(
     MIN_TILES: tl.constexpr,
     PACKED: tl.constexpr,
     QK_NORM: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
+    VALUE_BEHIND: tl.constexpr,
     ROPE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -453,9 +463,10 @@ def _decode_kernel(
     [B, H * D].
 
     Grid: (KV heads, splits of a context, B). A program attends with the GROUP query heads of one KV head over its share
-    of the row's tiles; with PACKED it rotates the query first, and the last split writes the new key and value. Of
-    several splits the last one to arrive combines all. With PREFIX_SPLITS (not PACKED, no WINDOW) a context begins
-    behind the row's prefix, with whose results the first split begins.
+    of the row's tiles; with PACKED it rotates the query first, and the last split writes the new key and value. The
+    value lies VALUE_BEHIND heads behind the key: K, or 0 where keys are values. Of several splits the last one to
+    arrive combines all. With PREFIX_SPLITS (not PACKED, no WINDOW) a context begins behind the row's prefix, with whose
+    results the first split begins.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -515,7 +526,7 @@ def _decode_kernel(
         wait_for_previous(PDL)
         q = tl.load(q_at + d, mask=mask, other=0.0)
         k_new = tl.load(k_at + d, mask=new_mask, other=0.0)
-        v_new = tl.load(k_at + NUM_KV_HEADS * HEAD_DIM + d, mask=new_mask, other=0.0)
+        v_new = tl.load(k_at + VALUE_BEHIND * HEAD_DIM + d, mask=new_mask, other=0.0)
         q_partner, k_partner = q, k_new
         if ROPE:
             q_partner = tl.load(q_at + partner, mask=mask, other=0.0)
@@ -523,7 +534,10 @@ def _decode_kernel(
         q = rotated(q, q_partner, q_direct, q_crossed, eps, HEAD_DIM, QK_NORM, ROPE).to(q_ptr.dtype.element_ty)
         k_new = rotated(k_new, k_partner, k_direct, k_crossed, eps, HEAD_DIM, QK_NORM, ROPE)
         k_new = (k_new * inverse_k_scale).to(kv_ptr.dtype.element_ty)
-        v_new = (v_new.to(tl.float32) / v_scale).to(kv_ptr.dtype.element_ty)
+        v_new = v_new.to(tl.float32)
+        if VALUE_NORM:
+            v_new *= tl.rsqrt(tl.sum(v_new * v_new, axis=1) / HEAD_DIM + eps)[:, None]
+        v_new = (v_new / v_scale).to(kv_ptr.dtype.element_ty)
         tl.store(new_at, k_new, mask=new_mask & (g < 1))
         tl.store(new_at + kv_value_stride, v_new, mask=new_mask & (g < 1))
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale

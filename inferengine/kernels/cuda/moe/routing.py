@@ -18,7 +18,8 @@ FEW_PAIRS = 1024  # that a program looks through at once
 
 
 def choose_experts(logits: torch.Tensor, num_experts: int, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts: logits [T, at least num_experts] -> experts [T, k] int32, weights [T, k] fp32, largest first.
+    """Choose experts: logits [T, at least num_experts] -> experts [T, k] int32, weights [T, k] fp32, by the
+    largest score first.
 
     With `routing.held` (a part of the layer's experts on this device) experts are numbered from the first held one.
     Experts on other devices get the number after the last, and the weight 0.
@@ -32,6 +33,7 @@ def choose_experts(logits: torch.Tensor, num_experts: int, routing: Routing) -> 
     _choose_kernel[(rows,)](
         logits,
         logits if routing.correction is None else routing.correction,
+        logits if routing.gains is None else routing.gains,
         ids,
         weights,
         logits.stride(0),
@@ -43,6 +45,7 @@ def choose_experts(logits: torch.Tensor, num_experts: int, routing: Routing) -> 
         RENORMALIZED=routing.renormalized,
         SIGMOID=routing.sigmoid,
         CORRECTED=routing.correction is not None,
+        GAINS=routing.gains is not None,
         GROUPS=groups,
         BLOCK_GROUPS=triton.next_power_of_2(groups),
         KEPT=kept,
@@ -111,6 +114,7 @@ def _of_best_groups(
 def _choose_kernel(
     logits_ptr,
     correction_ptr,
+    gains_ptr,
     ids_ptr,
     weights_ptr,
     stride,
@@ -122,6 +126,7 @@ def _choose_kernel(
     RENORMALIZED: tl.constexpr,
     SIGMOID: tl.constexpr,
     CORRECTED: tl.constexpr,
+    GAINS: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
@@ -171,6 +176,8 @@ def _choose_kernel(
         weights = tl.exp(chosen - peak)
         if RENORMALIZED:
             total = tl.sum(weights, axis=0)
+    if GAINS:
+        weights *= tl.load(gains_ptr + ids, mask=place < K, other=0.0).to(tl.float32)
     if HELD < EXPERTS:
         elsewhere = (ids < FIRST) | (ids >= FIRST + HELD)
         ids = tl.where(elsewhere, HELD, ids - FIRST)
