@@ -113,7 +113,7 @@ class TestPackages:
         assert of_grade(found, PROBLEM) == []
         assert any("engine: not installed; pip install" in text for text in of_grade(found, NOTE))
 
-    def test_one_that_is_there_in_part_or_old_is_a_problem(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_package_that_is_old_or_partly_installed_is_a_problem(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.install(monkeypatch, {"pyzmq": "25.0", "msgpack": "1.1", "torch": "2.13.0+cpu"})
         problems = of_grade(check.packages(), PROBLEM)
         assert any("pyzmq 25.0 is older than 26" in text for text in problems)

@@ -39,7 +39,9 @@ def test_without_a_file_the_entry_is_printed(capsys: pytest.CaptureFixture[str],
     assert read_keys(str(tmp_path / "keys.toml")).identify(key).name == "alice"
 
 
-def test_a_curve_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_curve_pair_is_written_once_and_its_public_key_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert keygen("--curve", "engine", "--folder", str(tmp_path)) == ExitCode.OK
     assert read_pair(str(tmp_path / "engine.key")).public.decode() == capsys.readouterr().out.strip()
     assert keygen("--curve", "engine", "--folder", str(tmp_path)) == ExitCode.USAGE
@@ -63,7 +65,7 @@ def test_a_folder_that_is_not_there_is_made_for_its_owner_and_group_alone(tmp_pa
         assert (tmp_path / folder).stat().st_mode & 0o027 == 0
 
 
-def test_as_json_the_key_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_the_key_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "keys.toml")
     assert keygen("--api", "alice", "--file", file, "--json") == ExitCode.OK
     printed = json.loads(capsys.readouterr().out)
@@ -96,7 +98,7 @@ def test_what_makes_no_sense_is_refused(words: list[str], complaint: str, capsys
     assert complaint in capsys.readouterr().err
 
 
-def test_a_name_is_taken_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_key_of_the_same_name_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "keys.toml")
     assert keygen("--api", "alice", "--file", file) == ExitCode.OK
     assert keygen("--api", "alice", "--file", file) == ExitCode.USAGE

@@ -34,13 +34,13 @@ class TestSocketFolder:
             runtime_directory()
 
     @pytest.mark.parametrize("mode", [0o777, 0o770, 0o757])
-    def test_one_that_others_may_write_to_is_refused(self, base: Path, mode: int) -> None:
+    def test_a_folder_that_others_may_write_to_is_refused(self, base: Path, mode: int) -> None:
         (base / "inferengine").mkdir()
         (base / "inferengine").chmod(mode)
         with pytest.raises(ConfigError, match=r"others may write to .*: chmod 0750"):
             runtime_directory()
 
-    def test_a_sticky_one_is_not(self, tmp_path: Path) -> None:
+    def test_a_folder_with_the_sticky_bit_is_accepted(self, tmp_path: Path) -> None:
         """As /tmp: others may add files, and not take ours away."""
         tmp_path.chmod(0o1777)
         assert unsafe_folder(tmp_path) == ""

@@ -142,7 +142,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[[Wrap], Wrap]]] = {
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_walk_notices(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_random_walk_fails_under_each_mutation(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, mutate = MUTATIONS[mutation]
     monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
     with pytest.raises(Exception):  # noqa: B017 - any way of noticing counts

@@ -49,7 +49,7 @@ class TestCancel:
             assert collected.tokens.get(2, []) == []
             assert len(collected.tokens[1]) == 20
 
-    def test_one_choice_alone(self, connect: Connect) -> None:
+    def test_one_choice_is_cancelled_and_the_others_go_on(self, connect: Connect) -> None:
         with run_held() as (engine, device):
             client = connect(engine)
             client.submit(1, max_tokens=40, params={"n": 2})

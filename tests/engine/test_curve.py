@@ -74,7 +74,7 @@ def test_a_listed_key_is_served(engine: EngineService) -> None:
     [None, ClientKeys(STRANGER, ENGINE.public), ClientKeys(FRIEND, STRANGER.public)],
     ids=["no key", "a stranger's key", "another engine's key"],
 )
-def test_nobody_else_is(engine: EngineService, curve: ClientKeys | None) -> None:
+def test_a_client_whose_key_is_not_listed_is_not_answered(engine: EngineService, curve: ClientKeys | None) -> None:
     assert not answers(engine.config.wire.tcp, curve)
 
 

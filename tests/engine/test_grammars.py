@@ -38,7 +38,9 @@ def shutdown(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
         (("json_schema", json.dumps(SCHEMA), ""), lambda text: json.loads(text)["a"] in (1, 2)),
     ],
 )
-def test_the_output_matches(shutdown: EngineService, connect: Connect, grammar: Any, matches: Any) -> None:
+def test_the_output_of_each_choice_matches_the_grammar(
+    shutdown: EngineService, connect: Connect, grammar: Any, matches: Any
+) -> None:
     client = connect(shutdown)
     client.submit(1, max_tokens=60, reply="text", grammar=grammar, params={"n": 2, "ignore_eos": False})
     collected = client.collect({1, 2})
@@ -59,7 +61,7 @@ def test_the_output_matches(shutdown: EngineService, connect: Connect, grammar: 
         (("regex", "x\0"), "grammar"),
     ],
 )
-def test_one_that_makes_no_sense_is_refused(
+def test_a_grammar_that_makes_no_sense_is_refused_by_its_field(
     shutdown: EngineService, connect: Connect, grammar: Any, field: str
 ) -> None:
     client = connect(shutdown)

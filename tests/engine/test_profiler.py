@@ -157,7 +157,7 @@ def test_an_idle_engine_has_nothing_to_record(device: Recorded, client: Client) 
     assert device.made[0].calls == ["start", "stop"]
 
 
-def test_one_at_a_time(device: Recorded, client: Client) -> None:
+def test_a_second_recording_is_refused_while_one_runs(device: Recorded, client: Client) -> None:
     first = ask(client, steps=3)
     wait_until(lambda: bool(device.made))
     with pytest.raises(InferEngineError, match="being recorded") as caught:

@@ -118,7 +118,7 @@ class TestStopStrings:
             assert collected.text[1] == "so STO"
             assert collected.done[1][0].reason == "length"
 
-    def test_it_can_be_included(self, connect: Connect) -> None:
+    def test_a_stop_string_can_be_included_in_the_text(self, connect: Connect) -> None:
         with run_script("one two STOP three four") as engine:
             client = connect(engine)
             params = {"stop": ["STOP"], "include_stop_str_in_output": True}
@@ -127,7 +127,7 @@ class TestStopStrings:
             assert collected.text[1] == "one two STOP"
             assert collected.tokens[1] == script_of("one two STOP")
 
-    def test_it_frees_the_request_soon(self, connect: Connect) -> None:
+    def test_a_stop_string_frees_the_request_long_before_its_length(self, connect: Connect) -> None:
         with run_script("a STOP " + "b " * 300, step_s=0.05) as engine:
             client = connect(engine)
             client.submit(1, reply="text", max_tokens=600, params={"stop": ["STOP"]})

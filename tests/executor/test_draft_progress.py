@@ -46,7 +46,7 @@ def read_first(progress: DraftProgress) -> None:
     progress.has_read(0, 10, 3)
 
 
-def test_what_was_guessed_wrong_is_read_again_and_what_was_right_is_not() -> None:
+def test_rejected_draft_tokens_are_computed_again_and_accepted_ones_are_not() -> None:
     for start, read in ((10, 10), (12, 12), (13, 13), (14, 13)):
         progress = make_progress()
         read_first(progress)

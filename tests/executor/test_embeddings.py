@@ -79,7 +79,7 @@ def test_a_prefix_hit_changes_nothing_and_a_mean_takes_none(checkpoint) -> None:
 
 
 @pytest.mark.parametrize("preemption", ["preempt", "swap"])
-def test_preempted_half_way(llama, preemption: str) -> None:
+def test_a_prompt_preempted_half_way_has_the_same_embedding(llama, preemption: str) -> None:
     folder, model = llama
     engine = Engine(folder, budget=9, num_blocks=20, preemption=preemption, max_num_seqs=4, swap_is_cheap=True)
     old = engine.submit(prompts_of((6,), seed=7)[0], 90)

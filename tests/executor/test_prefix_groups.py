@@ -133,7 +133,7 @@ def test_there_are_no_more_groups_than_the_device_knows() -> None:
     assert set(found.values()) == {200 * BLOCK}, "those that save most"
 
 
-def test_it_must_pay() -> None:
+def test_a_group_is_formed_only_where_it_saves_enough() -> None:
     needed = prefix_groups.LEAST_SAVED // (16 * BLOCK * TOKEN_BYTES)  # blocks, of 17 rows
     for blocks, expected in ((needed, 1), (needed - 1, 0)):
         rows = Rows()

@@ -31,7 +31,7 @@ def check(model, prompt: list[int], rows: list, alternatives: int) -> None:
 
 
 @pytest.mark.parametrize(("budget", "overlap"), [(64, False), (5, False), (5, True)])
-def test_they_equal_transformers_log_softmax(checkpoint, budget: int, overlap: bool) -> None:
+def test_prompt_logprobs_equal_transformers_log_softmax(checkpoint, budget: int, overlap: bool) -> None:
     folder, model = checkpoint
     engine = Engine(folder, budget=budget, overlap=overlap)
     plain = engine.generate([PROMPT], 6)  # leaves the prompt in the prefix cache
@@ -56,7 +56,7 @@ def test_together_with_those_of_the_output(checkpoint) -> None:
         assert row.logprob == pytest.approx(float(reference[token]), abs=1e-3)
 
 
-def test_preempted_requests_tell_them_once_and_whole(checkpoint) -> None:
+def test_a_preempted_request_has_its_prompt_logprobs_once_and_complete(checkpoint) -> None:
     folder, model = checkpoint
     engine = Engine(folder, num_blocks=7, max_num_seqs=3, budget=6)
     uids = [engine.submit(PROMPT, 24, prompt_logprobs=1) for _ in range(3)]

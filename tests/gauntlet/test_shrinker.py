@@ -55,7 +55,7 @@ def test_another_failure_is_not_followed() -> None:
     assert shrink(one, {"tokens"}, lambda candidate: {"left"}, seconds=60.0, tries=1) == one
 
 
-def test_it_ends_when_its_time_is_over() -> None:
+def test_shrinking_ends_when_its_time_is_over() -> None:
     now = iter(range(1000))
     tried: list[Round] = []
 

@@ -277,7 +277,7 @@ def test_what_lies_behind_a_newcomer_may_be_no_number():
     assert out.isfinite().all()
 
 
-def test_memory_is_used_again():
+def test_memory_of_discarded_copies_is_reused():
     case = Case([12, 15]).settle()
     before = {place: tensor.data_ptr() for place, tensor in case.decode_kv_cache.storage.items()}
     assert len(before) == 1

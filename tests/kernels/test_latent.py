@@ -54,7 +54,7 @@ def reference(q: torch.Tensor, case: PagedCase, rank: int, scale: float) -> torc
 
 @pytest.mark.parametrize(("heads", "rank", "turning", "block_size", "dtype"), with_dtypes(SHAPES))
 @pytest.mark.parametrize("splits", [1, 3])
-def test_decodes(heads, rank, turning, block_size, dtype, splits, device):
+def test_decode_attention_over_latents_equals_the_definition(heads, rank, turning, block_size, dtype, splits, device):
     row_lens = [1, 150, 0, 64]
     case = paged_latents(row_lens, [1] * len(row_lens), rank + turning, block_size, dtype, device)
     q = torch.randn(len(row_lens), heads, rank + turning, device=device).to(dtype)

@@ -44,7 +44,7 @@ def compiled(compile_program, *arguments: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("heads", ["16", "128"])
-def test_it_fits_into_a_multiprocessor(heads, cache, compile_program):
+def test_the_kernels_fit_into_the_shared_memory_of_a_multiprocessor(heads, cache, compile_program):
     assert max(shared for shared, _ in compiled(compile_program, heads, cache)) <= 227 * 1024
 
 

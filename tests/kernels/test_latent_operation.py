@@ -86,7 +86,7 @@ def on_cpu(case: PagedCase) -> PagedCase:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_the_reference(rows):
+def test_the_cpu_operation_equals_the_definition(rows):
     case, batch = made(rows, torch.device("cpu"))
     layer = Layer(batch.num_tokens)
     batch.plans = [cpu.prepare_attention(batch, 0, case.kv, None)]
@@ -169,7 +169,7 @@ def test_what_the_cache_holds_is_the_normed_latent_and_the_rotated_key():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
-def test_the_kernels(rows, deterministic, device):
+def test_the_kernels_equal_the_definition(rows, deterministic, device):
     case, batch = made(rows, device)
     layer = Layer(batch.num_tokens)
     out = layer.run(CudaKernels(device, deterministic=deterministic).latent_attention, case, batch, device)

@@ -30,7 +30,7 @@ def compute(request):
 
 @pytest.mark.parametrize("most", [0, 5, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_they_are_torchs(compute, dtype: torch.dtype, most: int, device) -> None:
+def test_logprobs_ranks_and_alternatives_equal_torchs(compute, dtype: torch.dtype, most: int, device) -> None:
     logits = (torch.randn(3, VOCAB, device=device) * 4).to(dtype)  # bf16: many equal ones
     ids = torch.tensor([7, 2999, int(logits[2].argmax())], dtype=torch.int32, device=device)
     counts = torch.full((4,), most, dtype=torch.int32, device=device)

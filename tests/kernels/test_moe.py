@@ -103,7 +103,7 @@ def test_sizes_that_are_no_multiple_of_a_tile(device):
 
 
 @pytest.mark.parametrize(("kind", "width"), [("int4", 160), ("int4 by 96", 192)])
-def test_groups_that_a_word_of_codes_does_not_hold(kind, width, device):
+def test_a_width_that_is_no_multiple_of_a_word_of_codes(kind, width, device):
     compare(device, FEW, kind, inner=40 if kind == "int4" else 96, width=width, bias=True)
 
 

@@ -50,7 +50,7 @@ def product(x, codes, bias, ids, tuned, *, by_pair=False, gating=None):
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("columns", [256, 352])  # two slices; the last one has columns that are not there
-def test_any_format(kind: str, columns: int, device: torch.device) -> None:
+def test_products_in_every_format_equal_the_definition(kind: str, columns: int, device: torch.device) -> None:
     codes, bias = make_weight(kind, 32, columns, device), torch.randn(EXPERTS * 32, device=device).bfloat16()
     tokens, ids = 5, torch.randint(0, EXPERTS, (5, CHOSEN), device=device, dtype=torch.int32)
     x = torch.randn(tokens * CHOSEN, columns, device=device).bfloat16()  # in the order of the pairs by expert
@@ -71,7 +71,9 @@ def test_any_format(kind: str, columns: int, device: torch.device) -> None:
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_any_tiling_gates(tuned: FragmentConfig, tokens: int, device: torch.device) -> None:
+def test_gated_products_of_every_tiling_equal_the_definition(
+    tuned: FragmentConfig, tokens: int, device: torch.device
+) -> None:
     codes, bias = make_weight("mxfp4", 96, 352, device), torch.randn(EXPERTS * 96, device=device).bfloat16()
     ids = torch.randint(0, EXPERTS, (tokens, CHOSEN), device=device, dtype=torch.int32)
     x = torch.randn(tokens, 352, device=device).bfloat16()
@@ -83,7 +85,7 @@ def test_any_tiling_gates(tuned: FragmentConfig, tokens: int, device: torch.devi
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "int4"])
-def test_pairs_by_themselves(kind: str, device: torch.device) -> None:
+def test_products_of_ungrouped_pairs_equal_the_definition(kind: str, device: torch.device) -> None:
     codes, bias = make_weight(kind, 32, 256, device), torch.randn(EXPERTS * 32, device=device).bfloat16()
     ids = torch.randint(0, EXPERTS, (3, CHOSEN), device=device, dtype=torch.int32)
     x = torch.randn(3 * CHOSEN, 256, device=device).bfloat16()

@@ -39,7 +39,9 @@ hopper = pytest.mark.skipif(not on_hopper(), reason="needs a CUDA device: Hopper
 @hopper
 @pytest.mark.parametrize("spare", [0, 500], ids=["exact", "upper bound"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "softcap", "dtype"), SHAPES)
-def test_rows_of_all_lengths(heads, kv_heads, head_dim, block_size, window, softcap, dtype, spare, device):
+def test_rows_of_all_lengths_equal_the_definition(
+    heads, kv_heads, head_dim, block_size, window, softcap, dtype, spare, device
+):
     case = make_paged_case(ROW_LENS, COUNTS, kv_heads, head_dim, block_size, dtype, device)
     q = torch.randn(sum(COUNTS), heads, head_dim, device=device).to(dtype)
     assert fits(q, case.kv)
@@ -124,6 +126,6 @@ print("wgmma" in kernel.asm["ptx"], "cp.async.bulk.tensor" in kernel.asm["ptx"],
 """
 
 
-def test_it_compiles_for_hopper_without_a_card(compile_program):
+def test_the_kernel_compiles_for_hopper_without_a_card(compile_program):
     done = compile_program(COMPILE)
     assert done.stdout.split() == ["True", "True", "True"], done.stderr[-2000:]

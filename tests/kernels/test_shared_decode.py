@@ -104,7 +104,7 @@ def test_more_rows_than_a_tile_has_room_for_and_as_many_groups_as_there_may_be(d
     compare(case, pairs, 8, torch.float32)
 
 
-def test_nothing_shared(device):
+def test_rows_without_a_group_equal_the_definition(device):
     case = make_paged_case([70, 1, 0], [1, 1, 1], 1, 16, 16, torch.float32, device)
     compare(case, [], 2, torch.float32)
 

@@ -43,7 +43,9 @@ shared_prefix.shared_decode_attention(
         (64, 71, 1, 64, "float32", "float32", 64),
     ],
 )
-def test_it_fits_into_a_multiprocessor(rows, heads, kv_heads, head_dim, dtype, cache, block_size, compile_program):
+def test_the_kernels_fit_into_the_shared_memory_of_a_multiprocessor(
+    rows, heads, kv_heads, head_dim, dtype, cache, block_size, compile_program
+):
     arguments = map(str, (rows, heads, kv_heads, head_dim, dtype, cache, block_size))
     done = compile_program(COMPILE, *arguments)
     lines = [line.split() for line in done.stdout.splitlines()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -440,8 +441,16 @@ def test_a_full_disk_leaves_the_old_table_and_nothing_else(tmp_path: Path, monke
     assert table.load(tmp_path, HERE).entries == example().entries
 
 
-def test_the_kernels_hash_is_of_their_sources() -> None:
-    assert len(table.kernel_hash()) == 16
+def test_the_kernels_hash_changes_with_their_sources_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hash_sources = table.kernel_hash.__wrapped__  # the process's hash is kept
+    shutil.copytree(Path(dispatch.__file__).parent, tmp_path / "cuda")
+    as_shipped = hash_sources()
+    monkeypatch.setattr(dispatch, "__file__", str(tmp_path / "cuda" / "dispatch.py"))
+    assert hash_sources() == as_shipped
+    for name, is_hashed in (("table.py", False), ("gemm/w8.py", True)):
+        with (tmp_path / "cuda" / name).open("a") as source:
+            source.write("# changed\n")
+        assert (hash_sources() != as_shipped) is is_hashed
 
 
 def test_shipped_tables_can_be_read_and_name_kernels_that_take_their_shapes() -> None:

@@ -117,7 +117,7 @@ def test_a_prompts_logprobs_are_of_the_adapters_own_head(llama: tuple[Any, Path]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-def test_an_embedding_may_be_the_head_too(tmp_path: Path) -> None:
+def test_an_adapters_embedding_is_also_the_tied_head(tmp_path: Path) -> None:
     model = make_model("qwen3")
     merged = write_adapter(
         tmp_path / "adapters" / "a", model, targets=(), whole=("embed_tokens",), ensure_weight_tying=True

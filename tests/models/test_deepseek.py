@@ -218,7 +218,7 @@ def test_preempted_sequences_are_swapped_and_come_back(tmp_path):
     assert outputs == [greedy_reference(model, prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
 
 
-def test_it_may_draft_for_another(tmp_path):
+def test_a_model_with_latent_attention_may_be_the_draft_model(tmp_path):
     """The draft model is the model itself, with a cache of latents of its own."""
     folder = save(model_of(V2.config, V2.values), tmp_path)
     draft = {"method": "draft", "draft_model": str(folder)}

@@ -65,7 +65,7 @@ def test_an_unexpected_tensor(folder):
     assert "model.layers.1.self_attn.k_proj.bias is unexpected" in refusal(folder)
 
 
-def test_a_layer_too_many(folder):
+def test_a_layer_that_the_config_lacks_is_refused(folder):
     edit_config(folder, num_hidden_layers=2)
     assert "model.layers.2." in refusal(folder)
 
@@ -75,7 +75,7 @@ def test_a_misshaped_tensor(folder):
     assert refusal(folder) == "the tensor model.norm.weight has shape [47] where config.json asks for [48]"
 
 
-def test_a_tensor_of_integers(folder):
+def test_a_tensor_of_integers_is_refused(folder):
     edit_tensors(folder, model__norm__weight=torch.zeros(48, dtype=torch.int8))
     assert "model.norm.weight is stored as torch.int8" in refusal(folder)
 
@@ -134,7 +134,7 @@ def test_a_layer_is_packed_before_the_next_takes_memory(
     assert len(engine.generate([[5, 6, 7]], 4)[0]) == 4
 
 
-def test_no_weights(folder):
+def test_a_folder_without_safetensors_is_refused(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "no *.safetensors files" in refusal(folder)
 

@@ -64,7 +64,7 @@ def test_a_prefix_hit_changes_nothing(checkpoint):
     assert engine.core.scheduler.stats.num_cached_tokens > 0
 
 
-def test_preempted_by_a_tiny_pool(checkpoint):
+def test_preempted_sequences_give_transformers_tokens(checkpoint):
     folder, model = checkpoint
     prompts = prompts_of()
     engine = Engine(folder, num_blocks=15, prefix_caching=False)
@@ -109,7 +109,7 @@ def one_prompt(engine: Engine, prompt: list[int]) -> StepPlan:
     )
 
 
-def test_norms_that_a_device_computes_with_the_sum_before_them(tmp_path, monkeypatch):
+def test_a_norm_computed_with_the_sum_before_it_changes_no_token(tmp_path, monkeypatch):
     model = make_model("llama")
     normed = []
 
@@ -133,7 +133,7 @@ def test_half_precision_checkpoints_compute_in_fp32(dtype, tmp_path):
     check_greedy(model, prompts, Engine(folder).generate(prompts, NUM_TOKENS))
 
 
-def test_swapped_out_and_back(tmp_path):
+def test_swapped_sequences_give_transformers_tokens(tmp_path):
     model = make_model("qwen2-mixed-window")
     folder = save(model, tmp_path)
     prompts = prompts_of()

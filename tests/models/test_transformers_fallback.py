@@ -137,7 +137,7 @@ def test_there_is_nothing_to_compare_layer_by_layer(arcee):
         compare_hf.compare(config, 8)
 
 
-def test_it_is_not_divided_among_devices(arcee):
+def test_a_model_of_transformers_is_not_divided_among_devices(arcee):
     config, _ = registry.read_model_config(arcee[1])
     with pytest.raises(ConfigError, match="the modules of transformers are not divided"):
         Shard(0, 2).divide(config)

@@ -27,7 +27,7 @@ def limit(root: Path, folder: str, text: str) -> None:
     (root / "sys/fs/cgroup" / folder / "cpu.max").write_text(text + "\n")
 
 
-def test_without_a_limit_they_are_those_it_is_bound_to(root: Path) -> None:
+def test_without_a_limit_the_cores_are_those_of_the_affinity_mask(root: Path) -> None:
     limit(root, "pod/container", "max 100000")
     assert usable_cores(root) == BOUND_TO
 
@@ -38,7 +38,7 @@ def test_a_limit_of_any_group_above_counts(root: Path, folder: str) -> None:
     assert usable_cores(root) == 2.5
 
 
-def test_a_limit_above_those_it_is_bound_to_changes_nothing(root: Path) -> None:
+def test_a_limit_above_the_affinity_mask_changes_nothing(root: Path) -> None:
     limit(root, "pod", "3200000 100000")
     assert usable_cores(root) == BOUND_TO
 

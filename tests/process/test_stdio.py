@@ -111,7 +111,7 @@ def test_after_a_full_disk_it_goes_on_and_says_what_is_lost(tmp_path: Path, monk
     assert path.read_text() == f"first line\nse\n{lost}\nfourth line\n"
 
 
-def test_as_json_the_line_about_lost_ones_has_its_time(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_json_line_about_lost_lines_has_its_time(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -51,7 +51,7 @@ def test_an_fp8_cache_holds_four_times_the_tokens_of_fp32(tmp_path: Path) -> Non
     assert full == 4 * small
 
 
-def test_blocks_are_swapped_and_prefixes_found_as_ever(tmp_path: Path) -> None:
+def test_an_fp8_cache_supports_swapping_and_prefix_caching(tmp_path: Path) -> None:
     folder = save(make_model("llama"), tmp_path)
     prompts = [[index + 3] * 12 for index in range(4)]
     roomy = Engine(folder, cache={"dtype": "fp8"}, budget=64).generate(prompts, 20)

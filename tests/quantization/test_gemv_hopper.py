@@ -153,7 +153,7 @@ def test_what_does_not_divide_or_fit_is_left_to_other_kernels(rows, columns):
     assert find_shape(E4M3, rows, columns, False, False, MULTIPROCESSORS) is None
 
 
-def test_it_is_for_one_row_of_bf16_on_hopper():
+def test_the_kernel_refuses_devices_without_hopper():
     weight, _ = make_weight("fp8", 256, 512, torch.device("cpu"))
     assert stream_shape(torch.zeros(1, 512, dtype=torch.bfloat16), weight) is None
 
@@ -176,7 +176,7 @@ for kind, gated, instruction in ((1, True, "m16n8k16"), (2, False, "s32.s8.s8"),
 """
 
 
-def test_it_compiles_for_hopper_without_a_card_and_within_the_memory_it_says(compile_program):
+def test_the_kernel_compiles_for_hopper_without_a_card_within_its_shared_memory(compile_program):
     done = compile_program(COMPILE)
     assert done.stdout.split() == ["True"] * 9, done.stderr[-2000:]
     assert "error" not in done.stderr

@@ -64,7 +64,9 @@ def test_groups_of_any_supported_size(
         (W4SmallMConfig(1, 4, 1), torch.bfloat16, 9),  # one for two blocks of eight
     ],
 )
-def test_any_tiling(tuned: W4SmallMConfig, dtype: torch.dtype, rows: int, device: torch.device) -> None:
+def test_products_of_every_tiling_equal_the_definition(
+    tuned: W4SmallMConfig, dtype: torch.dtype, rows: int, device: torch.device
+) -> None:
     width = 12 if tuned.tiles == 1 else 28
     weight = int4_groups(torch.randn(width, 261, device=device))  # odd: rows and columns are filled up
     packed = pack_nibbles(weight.codes, weight.scales, weight.zeros, 128)

@@ -38,7 +38,7 @@ def test_groups_of_any_size_from_a_words_columns_on(group: int, device: torch.de
         (W4TileConfig(16, 32, 8, 4, 3), 16),  # more chunks than slices
     ],
 )
-def test_any_tiling_adds_bias_and_residual(tuned: W4TileConfig, rows: int, device: torch.device) -> None:
+def test_products_of_every_tiling_add_bias_and_residual(tuned: W4TileConfig, rows: int, device: torch.device) -> None:
     weight = int4_groups(torch.randn(48, 384, device=device))
     x, bias = torch.randn(rows, 384, device=device).half(), torch.randn(48, device=device).half()
     residual = torch.randn(rows, 48, device=device).half()

@@ -117,7 +117,7 @@ def test_a_rows_sum_does_not_depend_on_its_neighbours(device):
 
 
 @hopper
-def test_codes_and_sums_before_the_products(device):
+def test_gating_and_sums_leave_quantized_codes(device):
     both, gain = torch.randn(33, 2 * WIDTH, device=device).bfloat16(), torch.ones(WIDTH, device=device).bfloat16()
     codes, scales = gate_and_quantize_rows(both, FP8, 0)
     gated = REFERENCE.silu_and_mul(both.double())
@@ -150,6 +150,6 @@ for gated, blocks in ((True, False), (False, True)):
 """
 
 
-def test_it_compiles_for_hopper_and_loads_its_weight_before_it_waits(compile_program):
+def test_the_kernel_compiles_for_hopper_and_loads_its_weight_before_it_waits(compile_program):
     done = compile_program(COMPILE)
     assert done.stdout.split() == ["True"] * 6, done.stderr[-2000:]

@@ -30,7 +30,7 @@ def test_arrivals_have_the_rate_and_the_variation_of_their_process(arrivals: str
     assert statistics.pstdev(gaps) / mean == pytest.approx(variation, rel=0.15, abs=1e-6)
 
 
-def test_at_once_is_at_once() -> None:
+def test_at_once_has_all_arrivals_at_one_time() -> None:
     assert set(gaps_of(arrivals="at_once")) == {0.0}
 
 
@@ -108,7 +108,7 @@ def test_a_trace_in_mooncakes_form_shares_what_its_hash_ids_share(tmp_path: Path
     assert first.prompt_ids[1024] != second.prompt_ids[1024]
 
 
-def test_a_trace_in_our_form(tmp_path: Path) -> None:
+def test_a_trace_in_this_projects_format_is_read(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path,
         {"arrival_s": 0.5, "prompt_tokens": 90, "output_tokens": 3, "prefix": "a", "prefix_tokens": 40, "tenant": "x"},

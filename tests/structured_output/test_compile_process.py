@@ -208,7 +208,7 @@ def test_what_is_tried_again_goes_to_the_new_process(monkeypatch: pytest.MonkeyP
     wait_until(lambda: processes[1].stdout.closed)
 
 
-def test_it_ends_with_the_engine_however_that_ends() -> None:
+def test_the_compile_process_ends_with_the_engine_however_that_ends() -> None:
     """Neither the process nor what it compiles outlives a SIGKILL of whoever started it."""
     program = """
 import sys, time
@@ -232,7 +232,7 @@ time.sleep(600)
     assert not is_alive(compiling)
 
 
-def test_it_sleeps_while_there_is_nothing_to_do(vocabulary: Vocabulary) -> None:
+def test_an_idle_compile_process_sleeps(vocabulary: Vocabulary) -> None:
     vocabulary.compiler.compile(GrammarSpec("regex", "a"))
     pid = server(vocabulary)
 
@@ -245,7 +245,7 @@ def test_it_sleeps_while_there_is_nothing_to_do(vocabulary: Vocabulary) -> None:
     assert switches() == before
 
 
-def test_it_imports_nothing_heavy() -> None:
+def test_the_compile_process_imports_neither_torch_nor_zmq() -> None:
     program = (
         "import sys, inferengine.structured_output.compile_process; print({'torch', 'zmq', 'numpy'} & set(sys.modules))"
     )

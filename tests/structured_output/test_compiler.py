@@ -112,7 +112,7 @@ def test_a_grammar_of_thousands_of_rules_is_refused(vocabulary: Vocabulary) -> N
         vocabulary.compiler.compile(GrammarSpec("lark", f'start: T0\n{chain}T9000: "a"\n'))
 
 
-def test_thousands_of_choices(vocabulary: Vocabulary) -> None:
+def test_a_grammar_of_thousands_of_choices_compiles(vocabulary: Vocabulary) -> None:
     choices = [f"choice {number}" for number in range(5000)]
     assert vocabulary.generate(GrammarSpec("choice", json.dumps(choices)), 1) in choices
 

@@ -78,7 +78,7 @@ def test_a_grammar_that_is_part_of_itself(vocabulary):
         ('root ::= "" | "a"{0,2} "b"', r"|a{0,2}b"),
     ],
 )  # fmt: skip
-def test_each_sign_means_what_it_means_there(vocabulary, source, expression):
+def test_each_operator_allows_what_it_allows_in_ebnf(vocabulary, source, expression):
     for text in outputs(vocabulary, source):
         assert re.fullmatch(expression, text)
 
@@ -127,7 +127,7 @@ def test_long_runs_of_one_sign_are_refused_as_soon_as_others(vocabulary, source)
 
 
 @pytest.mark.parametrize("run", ["\n", " ", "a", "?", "_\n", ":"])
-def test_so_they_are_in_lark(vocabulary, run):
+def test_long_runs_of_one_sign_are_refused_in_lark(vocabulary, run):
     with pytest.raises(InvalidRequest):
         vocabulary.compiler.compile(GrammarSpec("lark", run * (200_000 // len(run))))
 

@@ -120,7 +120,7 @@ class TestWhatIsRefused:
         error = error_of([MAGIC + bytes((1, 77)), msgpack.packb({})])
         assert (error.code, "77" in error.message) == ("protocol_error", True)
 
-    def test_no_header(self) -> None:
+    def test_frames_without_a_header(self) -> None:
         assert error_of([b"HTTP", b"x"]).code == "protocol_error"
         assert error_of([]).code == "protocol_error"
 
@@ -128,7 +128,7 @@ class TestWhatIsRefused:
         body = msgpack.packb({"id": msgpack.ExtType(5, b"x")})
         assert error_of([messages.header(Kind.SUBMIT), body]).code == "protocol_error"
 
-    def test_more_than_one_value(self) -> None:
+    def test_a_body_of_more_than_one_value(self) -> None:
         assert error_of([messages.header(Kind.PING), msgpack.packb([1]) * 2]).code == "protocol_error"
 
     def test_deep_nesting(self) -> None:

@@ -19,12 +19,12 @@ def golden_frames(name: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_message_is_encoded_as_ever(name: str) -> None:
+def test_encoding_gives_the_golden_bytes(name: str) -> None:
     assert messages.encode(EXAMPLES[name]) == golden_frames(name)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_golden_bytes_are_understood(name: str) -> None:
+def test_decoding_golden_bytes_gives_the_message(name: str) -> None:
     assert messages.decode(golden_frames(name)) == EXAMPLES[name]
 
 

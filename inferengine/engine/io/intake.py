@@ -327,7 +327,6 @@ class PendingSubmissions:
 class Placements:
     """Collects the keys of beginnings and sessions of accepted requests, which are published to all front ends.
 
-
     Kept are at most MAX_PLACED_BYTES of them until they are taken.
     """
 

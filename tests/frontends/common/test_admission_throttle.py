@@ -43,7 +43,7 @@ def test_a_crowd_begins_a_few_in_a_round_and_lets_others_in_between() -> None:
     assert all(after - before <= 2 for before, after in zip([0, *begun], begun, strict=False))
 
 
-def test_one_that_leaves_the_line_holds_up_nobody() -> None:
+def test_a_request_that_is_cancelled_while_waiting_delays_no_other() -> None:
     async def run() -> list[str]:
         throttle, log = AdmissionThrottle(1), list[str]()
         tasks = [asyncio.create_task(begin(throttle, name, log)) for name in "abc"]

@@ -73,7 +73,7 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path, text: str, complain
         ring(tmp_path, text)
 
 
-def test_names_are_unique(tmp_path: Path) -> None:
+def test_two_keys_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name of its own"):
         ring(tmp_path, entry("a", new_key()), entry("a", new_key()))
 
@@ -163,7 +163,7 @@ def test_what_a_dead_worker_had_in_flight_is_forgotten() -> None:
     assert refusal(quotas, key) is None
 
 
-def test_everybody_together_has_a_limit_too() -> None:
+def test_all_keys_together_have_a_limit_of_requests_in_flight() -> None:
     quotas = Quotas([], max_in_flight=1)
     with quotas.request(ANYBODY):
         error = refusal(quotas, ANYBODY)

@@ -204,7 +204,7 @@ def test_while_every_place_is_answered_newcomers_are_probes_and_only_so_many() -
     assert not house.come().is_probe
 
 
-def test_one_address_may_not_have_them_all() -> None:
+def test_one_address_cannot_take_all_connections() -> None:
     house = House(LIMITS._replace(most_per_address=3))
     mine = [house.come("10.0.0.1", waiting=1) for _ in range(3)]
     assert house.come("10.0.0.1").is_probe

@@ -81,7 +81,9 @@ def test_long_texts_take_turns_and_short_ones_do_not_wait_for_them(tokenizer: Wa
     assert asyncio.run(run())[0] == "short"
 
 
-def test_only_so_much_waits_at_once(tokenizer: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_beyond_the_limit_of_waiting_characters_are_refused(
+    tokenizer: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(served_model, "MOST_WAITING_CHARACTERS", len(TEXT) + 1)
 
     async def run() -> list[object]:

@@ -44,7 +44,7 @@ def ask(client: anthropic.Anthropic, **body: Any) -> anthropic.types.Message:
     return answer
 
 
-def test_text(client: anthropic.Anthropic, served: House) -> None:
+def test_a_message_with_text_has_the_fields_that_the_sdk_reads(client: anthropic.Anthropic, served: House) -> None:
     served.script = writes("It is sunny 🎉.")
     message = ask(client, system="Be brief.", stop_sequences=["END"], extra_body={"temperature": 0.5, "top_k": 5})
     assert message.content[0].type == "text"
@@ -61,7 +61,7 @@ def test_text(client: anthropic.Anthropic, served: House) -> None:
     assert (params["top_k"], params["max_tokens"]) == (5, 400)
 
 
-def test_why_it_stopped(client: anthropic.Anthropic, served: House) -> None:
+def test_stop_reason_says_why_the_message_ended(client: anthropic.Anthropic, served: House) -> None:
     served.script = says("too long a story")
     assert ask(client).stop_reason == "max_tokens"
     served.script = says("one END two")

@@ -157,7 +157,7 @@ def test_the_engine_serves_its_own_figures_without_a_front_end(engine: EngineSer
     assert httpx.get(f"http://127.0.0.1:{port}/elsewhere").status_code == 404
 
 
-def test_the_websocket_front_end_serves_them_too(engine: EngineService, text: str) -> None:
+def test_the_websocket_front_end_serves_the_same_series(engine: EngineService, text: str) -> None:
     with serving(address_of(engine)) as server:
         wait_until(lambda: server.front_end.engine_state.state == "READY")
         with open_socket(server):

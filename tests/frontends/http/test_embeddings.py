@@ -284,7 +284,7 @@ def test_beside_a_stream_that_generates(client: openai.OpenAI, embedded: Embedde
     assert len(alone.data) == 3
 
 
-def test_the_engine_counts_them(embedded: Embedded) -> None:
+def test_the_engine_counts_embeddings(embedded: Embedded) -> None:
     def given() -> float:
         lines = embedded.http.get("/metrics").text.splitlines()
         (line,) = [line for line in lines if line.startswith("inferengine_embeddings_total{")]

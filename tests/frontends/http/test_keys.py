@@ -105,7 +105,7 @@ def test_a_key_for_other_models_may_not_use_this_one(guarded: Guarded) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
 
 
-def test_too_many_at_once(guarded: Guarded) -> None:
+def test_requests_beyond_the_keys_limit_in_flight_are_refused(guarded: Guarded) -> None:
     guarded.house.script = lambda submit, choice: Script(ids("fox " * 60), pause_s=0.01)
     waiting = [threading.Thread(target=guarded.complete, kwargs={"max_tokens": 200}) for _ in range(2)]
     for thread in waiting:
@@ -120,7 +120,7 @@ def test_too_many_at_once(guarded: Guarded) -> None:
     assert guarded.complete().status_code == 200
 
 
-def test_too_many_a_minute(guarded: Guarded) -> None:
+def test_requests_beyond_the_keys_limit_per_minute_are_refused_with_retry_after(guarded: Guarded) -> None:
     answers = [guarded.ask("POST", "/tokenize", BOB, content=b'{"prompt": "x"}') for _ in range(5)]
     assert answers[-1].status_code == 429
     assert int(answers[-1].headers["retry-after"]) >= 1

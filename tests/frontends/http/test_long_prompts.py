@@ -50,7 +50,9 @@ def test_a_prompt_that_cannot_fit_is_refused_untokenized(
         ("/infer/v1/completions", {"model": "tiny", "prompt": LONG}, "maximum context length"),
     ],
 )
-def test_some_routes_call_it_unprocessable(served: House, path: str, body: dict[str, Any], message: str) -> None:
+def test_some_routes_answer_422_to_a_prompt_that_is_too_long(
+    served: House, path: str, body: dict[str, Any], message: str
+) -> None:
     response = served.post(path, **body)
     assert response.status_code == 422
     assert message in response.json()["error"]["message"]

@@ -239,7 +239,7 @@ def test_a_stream_that_fails_ends_with_an_error_and_no_end(served: House) -> Non
         ("GET", "/api/tags", {"host": "elsewhere.example"}, 403, "elsewhere.example"),
     ],
 )
-def test_what_no_route_of_its_own_refuses_has_its_shape_too(
+def test_errors_from_outside_ollamas_routes_have_ollamas_shape(
     served: House, method: str, path: str, headers: dict[str, str], status: int, says: str
 ) -> None:
     response = served.http.request(method, path, headers=headers)

@@ -24,7 +24,7 @@ def client(served: House) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_completions(client: openai.OpenAI) -> None:
+def test_the_sdk_reads_completions_whole_and_streamed(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="tiny", prompt="say", max_tokens=5)
     assert answer.choices[0].text == TEXT
     assert answer.usage is not None
@@ -33,7 +33,7 @@ def test_completions(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == TEXT
 
 
-def test_chat(client: openai.OpenAI) -> None:
+def test_the_sdk_reads_chat_completions_whole_and_streamed(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}])
     assert answer.choices[0].message.content == TEXT
     assert answer.choices[0].finish_reason == "length"
@@ -63,7 +63,7 @@ def test_chat_logprobs(client: openai.OpenAI, served: House) -> None:
     assert [entry.logprob for entry in logprobs.content] == [-0.25] * len(rows)
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_the_sdk_lists_and_retrieves_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "inferengine"
 

@@ -64,7 +64,7 @@ def test_what_is_drawn_and_what_is_told_of_a_prompt_agree(embedded: Embedded) ->
         assert entry[str(token)]["rank"] == 1
 
 
-def test_every_choice_and_prompt_has_them(embedded: Embedded) -> None:
+def test_every_choice_has_the_logprobs_of_its_prompt(embedded: Embedded) -> None:
     choices = complete(embedded, prompt=[PROMPT, "A queue is"], n=2, temperature=1.0, prompt_logprobs=0)
     assert len(choices) == 4
     for choice in choices:
@@ -72,7 +72,7 @@ def test_every_choice_and_prompt_has_them(embedded: Embedded) -> None:
     assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"] != choices[2]["prompt_logprobs"]
 
 
-def test_chat_tells_them_beside_its_choices(embedded: Embedded) -> None:
+def test_a_chat_completion_has_prompt_logprobs_beside_its_choices(embedded: Embedded) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "prompt_logprobs": 1, "max_tokens": 2}
     document = embedded.ask(CHAT, return_token_ids=True, **body)
     assert len(document["prompt_logprobs"]) == len(document["prompt_token_ids"])
@@ -98,7 +98,7 @@ def test_a_cached_prompt_is_told_as_well(embedded: Embedded) -> None:
         ({"prompt_logprobs": 1, "detached": True}, "prompt_logprobs"),
     ],
 )
-def test_they_are_not_streamed(embedded: Embedded, body: dict[str, Any], param: str) -> None:
+def test_prompt_logprobs_of_a_stream_are_refused(embedded: Embedded, body: dict[str, Any], param: str) -> None:
     error = embedded.post(COMPLETIONS, prompt=PROMPT, **body).json()["error"]
     assert (error["param"], error["code"]) == (param, "unsupported")
 

@@ -41,7 +41,7 @@ def prompt_of(house: House) -> str:
     return TOKENIZER.decode(list(array("I", house.engine.submits[-1].prompt or b"")), skip_special_tokens=False)
 
 
-def test_text(client: openai.OpenAI, served: House) -> None:
+def test_a_response_with_text_has_the_fields_that_the_sdk_reads(client: openai.OpenAI, served: House) -> None:
     served.script = writes("It is sunny 🎉.")
     response = client.responses.create(
         model="tiny", input="How is it?", instructions="Be brief.", max_output_tokens=50, metadata={"a": "b"}
@@ -175,7 +175,7 @@ def test_a_response_is_kept_until_deleted(client: openai.OpenAI, served: House) 
         client.responses.create(model="tiny", input="more", previous_response_id=forgotten.id)
 
 
-def test_in_the_background(client: openai.OpenAI, served: House) -> None:
+def test_a_background_response_is_queued_and_can_be_retrieved(client: openai.OpenAI, served: House) -> None:
     served.script = writes("a story", pause_s=0.02)
     queued = client.responses.create(model="tiny", input="hi", background=True)
     assert (queued.status, queued.output) == ("queued", [])
@@ -194,7 +194,7 @@ def test_a_background_response_is_cancelled(client: openai.OpenAI, served: House
         client.responses.cancel(client.responses.create(model="tiny", input="hi", max_output_tokens=2).id)
 
 
-def test_failures(client: openai.OpenAI, served: House) -> None:
+def test_a_failure_is_an_error_of_the_call_and_an_event_of_the_stream(client: openai.OpenAI, served: House) -> None:
     served.script = lambda submit, choice: Script(
         TOKENIZER.encode("x"), reason="error", detail=["engine_error", "it failed"]
     )

@@ -96,7 +96,7 @@ def test_one_in_the_background_is_watched_and_cancelled_elsewhere(
     assert first.responses.retrieve(long.id).status == "cancelled"
 
 
-def test_one_deleted_while_it_was_made_does_not_come_back(workers: tuple[openai.OpenAI, openai.OpenAI]) -> None:
+def test_a_response_deleted_while_it_was_made_does_not_come_back(workers: tuple[openai.OpenAI, openai.OpenAI]) -> None:
     first, second = workers
     begun = first.responses.create(model="", input="hi", max_output_tokens=900, background=True)
     second.responses.delete(begun.id)
@@ -152,7 +152,7 @@ def test_the_database_does_not_grow_with_what_was_forgotten(path: Path) -> None:
     run(test)
 
 
-def test_one_that_is_still_being_made_is_kept() -> None:
+def test_a_response_that_is_still_being_made_is_not_dropped() -> None:
     async def test() -> None:
         with store_in(None, max_records=2) as store:
             making = response(0, status="in_progress")

@@ -47,13 +47,13 @@ def pair() -> Iterator[Pair]:
                 engine.kill()
 
 
-def test_both_are_used(pair: Pair) -> None:
+def test_requests_go_to_both_engines(pair: Pair) -> None:
     for _ in range(40):
         assert pair.complete().is_success
     assert all(engine.submits for engine in pair.engines)
 
 
-def test_one_that_dies_is_left_out_until_it_is_back(pair: Pair) -> None:
+def test_an_engine_that_dies_gets_no_requests_until_it_is_back(pair: Pair) -> None:
     pair.engines[0].kill()
     wait_until(lambda: pair.num_connected() == 1)
     assert pair.http.get("/health").status_code == 200
@@ -64,7 +64,7 @@ def test_one_that_dies_is_left_out_until_it_is_back(pair: Pair) -> None:
     wait_until(lambda: pair.complete().is_success and pair.engines[0].submits)
 
 
-def test_figures_tell_them_apart(pair: Pair) -> None:
+def test_metrics_and_stats_have_each_engine_apart(pair: Pair) -> None:
     text = pair.http.get("/metrics").text
     for name in ("one", "two"):
         assert f'vllm:num_requests_running{{engine="{name}",model_name="tiny"}} 1.0' in text

@@ -35,7 +35,7 @@ def test_the_document_counts_what_was_cached_and_the_engine_a_stop(embedded: Emb
     assert after.get("abort", 0) == before.get("abort", 0)
 
 
-def test_so_does_the_last_chunk_of_a_stream(embedded: Embedded) -> None:
+def test_the_last_chunk_of_a_stopped_stream_has_the_engines_usage(embedded: Embedded) -> None:
     stop, cached = stop_string(embedded)
     asked = {**ASKED, "stop": stop, "stream": True, "stream_options": {"include_usage": True}}
     for more in ({}, {"detached": True}):

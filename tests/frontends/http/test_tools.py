@@ -69,7 +69,7 @@ def prompt_of(house: House) -> str:
     return TOKENIZER.decode(list(array("I", house.engine.submits[-1].prompt or b"")), skip_special_tokens=False)
 
 
-def test_calls_of_a_document(served: House) -> None:
+def test_a_whole_answer_has_its_tool_calls(served: House) -> None:
     served.script = writes(TWO_CALLS)
     choice = chat(served, tools=TOOLS)
     message = choice["message"]
@@ -136,7 +136,9 @@ def test_a_call_that_is_cut_before_its_name_is_no_text(served: House, choice: An
         ("/api/chat", {"model": "tiny", "messages": HELLO, "tools": [WEATHER]}),
     ],
 )
-def test_other_apis_leave_it_out_too(served: House, path: str, body: dict[str, Any], stream: bool) -> None:
+def test_other_apis_leave_out_a_call_that_was_cut_off(
+    served: House, path: str, body: dict[str, Any], stream: bool
+) -> None:
     served.script = says("So:\n" + TWO_CALLS[len("Let me see.\n") :][:25], reason="length")
     response = served.post(path, **body, stream=stream, **({"max_tokens": 9} if path == "/v1/messages" else {}))
     assert response.status_code == 200

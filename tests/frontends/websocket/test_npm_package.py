@@ -35,7 +35,7 @@ console.log(JSON.stringify({ attempts, text, finishReason: choices[0].finishReas
 """
 
 
-def test_it_has_the_version_of_the_python_package_and_names_files_that_are_there() -> None:
+def test_the_npm_package_has_the_python_packages_version_and_names_existing_files() -> None:
     described = json.loads((PACKAGE / "package.json").read_text(encoding="utf-8"))
     assert described["version"] == __version__
     assert [name for name in described["files"] if not (PACKAGE / name).is_file()] == []

@@ -144,7 +144,7 @@ def test_an_unknown_subprotocol_is_refused(server):
         ("", "", False),
     ],
 )
-def test_origins(origin, host, allowed):
+def test_a_page_may_connect_from_its_own_host_or_a_listed_origin(origin, host, allowed):
     assert may_connect(origin, host, read_origins("ws.origins", "https://chat.example/, ")) is allowed
 
 
