@@ -59,6 +59,11 @@ GEMMA4 = {
     **BARE, "tie_word_embeddings": False, "num_hidden_layers": 4, "sliding_window": 12, "global_head_dim": 16,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
+DELTA: dict[str, Any] = {  # of gated delta nets: heads of values two for each of keys, and narrower
+    **BARE, "num_hidden_layers": 3, "initializer_range": 0.1, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 LONG = (34, 33, 35)  # of prompts beyond longrope's original context
 CASES: dict[str, Case] = {
     "phi3": Case("Phi3Config", {**EVEN, "sliding_window": 12}),

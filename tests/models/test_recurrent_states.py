@@ -22,14 +22,9 @@ from inferengine.models.recurrent import pieces_of
 from tests.executor.engine import Engine
 from tests.lora.adapters import write_adapter
 from tests.models.checkpoints import greedy_reference, logits_reference, model_of, save
-from tests.models.families import BARE, EVEN, Case, compare, prompts_of
+from tests.models.families import DELTA, EVEN, Case, compare, prompts_of
 
 SMALL = {**EVEN, "num_hidden_layers": 3, "initializer_range": 0.25}
-DELTA: dict[str, Any] = {  # of gated delta nets: heads of values two for each of keys, and narrower
-    **BARE, "num_hidden_layers": 3, "initializer_range": 0.1, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MAMBA2: dict[str, Any] = {"mamba_n_heads": 12, "mamba_d_head": 10, "mamba_n_groups": 2, "mamba_d_state": 16,
                           "mamba_d_conv": 3, "mamba_chunk_size": 16}  # fmt: skip

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from inferengine.errors import ConfigError
 from inferengine.models import registry
 from tests.models.checkpoints import GEMMA3, SHAPES, save
-from tests.models.families import GEMMA4, QWEN_EXPERTS, Case, compare
+from tests.models.families import DELTA, GEMMA4, QWEN_EXPERTS, Case, compare
 
 EVEN = {name: value for name, value in SHAPES.items() if name != "head_dim"} | {"hidden_size": 60}
 SEEN = {
@@ -66,6 +66,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": {**EVEN, "model_type": "exaone4", "sliding_window": 12, "num_hidden_layers": 2,
                         "layer_types": ["sliding_attention", "full_attention"]},
         "vision_config": {**QWEN_SEES, "num_key_value_heads": 2}}),
+    "Qwen3.5": ("Qwen3_5Config", {"text_config": {**DELTA, "tie_word_embeddings": False}, "vision_config": QWEN_SEES}),
+    "Qwen3.5-MoE": ("Qwen3_5MoeConfig", {
+        "text_config": {**DELTA, **QWEN_EXPERTS, "num_hidden_layers": 3, "shared_expert_intermediate_size": 24,
+                        "tie_word_embeddings": False}, "vision_config": QWEN_SEES}),
+    "LFM2-VL": ("Lfm2VlConfig", {
+        "text_config": {**EVEN, "model_type": "lfm2", "num_hidden_layers": 3,
+                        "layer_types": ["conv", "full_attention", "conv"]},
+        "vision_config": {**SEEN, "model_type": "siglip2_vision_model"}}),
     "LlavaNextVideo": ("LlavaNextVideoConfig", {"text_config": {**SHAPES, "model_type": "llama"},
                                                 "vision_config": {**SEEN, "model_type": "clip_vision_model"}}),
     "SmolVLM": ("SmolVLMConfig", {"text_config": {**SHAPES, "model_type": "llama"}, "vision_config": SEEN,
@@ -84,8 +92,9 @@ def make_model(class_name: str, values: dict[str, Any]) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, class_name.replace("Config", "ForConditionalGeneration"))(config).eval()
+    spread = 0.1 if class_name.startswith("Qwen3_5") else 0.2  # gated delta nets amplify rounding
     for parameter in model.parameters():
-        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+        parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, spread)
     return model
 
 
