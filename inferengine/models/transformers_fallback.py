@@ -76,6 +76,12 @@ class AttentionCall(NamedTuple):
     sinks: bool = False
 
 
+# Stands for the attention of a model that has none (Mamba): whatever counts blocks and tokens goes on as usual, and
+# nothing is written there.
+UNUSED_ATTENTION = AttentionCall(1, 1, 64, 64, 1.0, None, None)
+LONGEST_WITHOUT_ATTENTION = 131_072  # tokens; such models say nothing of it
+
+
 @dataclass(frozen=True)
 class TransformersConfig(DecoderConfig):
     """A configuration that transformers has read. `values` is config.json, `calls` one entry per attention layer."""
@@ -199,15 +205,15 @@ def _read(text: str, dtype: str) -> TransformersConfig:
     causal = _on_meta(text)
     prefix = model_class.base_model_prefix
     base = getattr(causal, prefix, None)
-    if not isinstance(base, nn.Module) or "position_ids" not in inspect.signature(base.forward).parameters:
+    if not isinstance(base, nn.Module) or not (stateful or _takes_positions(base)):
         raise _no_attention(name, "it takes no positions of tokens")
     if stateful:
         _to_bfloat16(base)  # which shows the states that are fp32 whatever the weights are
     blocks = _expert_modules(name, base)
     recording = _record(name, base)
-    calls = [call for _, call in recording.calls]
-    if not calls:
-        raise _no_attention(name, "it has no attention at all")
+    calls = [call for _, call in recording.calls] or [UNUSED_ATTENTION]
+    if recording.calls and not _takes_positions(base):
+        raise _no_attention(name, "it takes no positions of tokens")
     first, num_layers = calls[0], len(calls)
     if stateful:
         num_layers = int(getattr(theirs, "num_hidden_layers", num_layers))
@@ -224,7 +230,7 @@ def _read(text: str, dtype: str) -> TransformersConfig:
         num_heads=max(call.num_heads for call in calls),
         num_kv_heads=num_kv_heads,
         head_dim=max(max(call.head_dim, call.value_dim) for call in calls),
-        max_position=_max_position(theirs),
+        max_position=_max_position(theirs) if recording.calls else LONGEST_WITHOUT_ATTENTION,
         norm_eps=1e-5,
         windows=tuple(call.window for call in calls),
         attention_scale=first.scale,
@@ -508,7 +514,7 @@ class GivenStates(nn.Module):
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
         output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.states)
-        output.router_logits = output.shared_kv_states = None  # which mixtures of experts and Gemma 4 pass on
+        output.router_logits = output.shared_kv_states = output.cache_params = None  # which some models pass on
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -556,7 +562,7 @@ class TransformersModel(DecoderModel):
         self.norm = nn.Identity()
         self._attentions = [PagedAttention(ops, config, call) for call in config.calls]
         self.attentions = nn.ModuleList(self._attentions)  # where KVCache finds them
-        for module, attention in zip(places, self._attentions, strict=True):
+        for module, attention in zip(places, self._attentions, strict=bool(places)):
             module.__dict__[PLACE] = attention  # not as a submodule: `attentions` holds it
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -658,7 +664,7 @@ class TransformersModel(DecoderModel):
     def _hidden(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, E]."""
         cache = None if self.states is None else self.states.cache
-        hidden: torch.Tensor = self.base(**_inputs(ids, positions, cache))[0][0]
+        hidden: torch.Tensor = self.base(**_inputs(self.base, ids, positions, cache))[0][0]
         return hidden
 
 
@@ -667,17 +673,24 @@ def _differ(found: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> boo
     return float((found - other).float().norm() / found.float().norm()) > TOLERANCE[dtype]
 
 
-def _inputs(ids: torch.Tensor, positions: torch.Tensor, cache: Any = None) -> dict[str, Any]:
-    """Arguments of transformers' models for one flattened batch. With a mask of ones no sequences are looked for in the
-    positions. Models may ask whether it has ones alone, which nobody can tell on `meta`."""
+def _takes_positions(base: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(base.forward).parameters
+
+
+def _inputs(base: nn.Module, ids: torch.Tensor, positions: torch.Tensor, cache: Any = None) -> dict[str, Any]:
+    """Arguments of transformers' models for one flattened batch. With a mask of ones, or with a cache, no sequences are
+    looked for in the positions. Models may ask whether it has ones alone, which nobody can tell on `meta`."""
     place = "cpu" if ids.is_meta else ids.device
+    taken = inspect.signature(base.forward).parameters
     inputs = {
         "input_ids": ids.long().unsqueeze(0),
         "position_ids": positions.long().unsqueeze(0),
-        "attention_mask": torch.ones(1, len(ids), dtype=torch.long, device=place),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.long, device=place) if cache is None else None,
         "use_cache": False,
+        "past_key_values": cache,
+        "cache_params": cache,
     }
-    return inputs if cache is None else {**inputs, "past_key_values": cache}
+    return {name: value for name, value in inputs.items() if value is not None and name in taken}
 
 
 def _own_linear(ops: Ops, linear: nn.Linear) -> TransformersLinear:
@@ -861,10 +874,10 @@ def _record(name: str, base: nn.Module) -> Recording:
 
                 cache = RecordingCache(config)
                 with cache.watching(base):
-                    base(**_inputs(tokens, tokens, cache))
+                    base(**_inputs(base, tokens, tokens, cache))
                 stateful = cache.found()
             else:
-                base(**_inputs(tokens, tokens))
+                base(**_inputs(base, tokens, tokens))
     except ConfigError:
         raise
     except _CannotServe as error:

@@ -29,6 +29,10 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 
 MAMBA2: dict[str, Any] = {"mamba_n_heads": 12, "mamba_d_head": 10, "mamba_n_groups": 2, "mamba_d_state": 16,
                           "mamba_d_conv": 3, "mamba_chunk_size": 16}  # fmt: skip
 MIXED = ["mamba", "attention", "mamba"]
+BARE_MAMBA: dict[str, Any] = {
+    "vocab_size": 301, "hidden_size": 48, "num_hidden_layers": 2, "state_size": 16, "initializer_range": 0.25,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 GRANITE = {**SMALL, **MAMBA2, "layer_types": MIXED, "shared_intermediate_size": 56}
 CASES = {
     "qwen3-next": Case("Qwen3NextConfig", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 24}),
@@ -52,6 +56,9 @@ CASES = {
     "jamba, token by token": Case("JambaConfig", {**SMALL, "num_hidden_layers": 2, "attn_layer_period": 2,
                                                   "attn_layer_offset": 1, "num_experts": 4, "mamba_dt_rank": 5,
                                                   "mamba_d_state": 8}),
+    "mamba2, no attention": Case("Mamba2Config", {**BARE_MAMBA, "num_heads": 12, "head_dim": 8, "n_groups": 2,
+                                                  "chunk_size": 16}),
+    "mamba, no attention, token by token": Case("MambaConfig", BARE_MAMBA),
 }  # fmt: skip
 
 

@@ -192,7 +192,7 @@ def test_a_text_model_of_transformers_modules_says_so(tmp_path):
 
 @pytest.mark.parametrize(
     ("model_type", "words"),
-    [("albert", "text_config: model_type = 'albert' is no family"), ("mamba", "it takes no positions of tokens")],
+    [("albert", "text_config: model_type = 'albert' is no family"), ("rwkv", "it keeps a state between tokens")],
 )
 def test_a_text_model_that_nobody_computes_is_refused(model_type, words):
     values = LLAVA_7B | {"text_config": {"model_type": model_type}}

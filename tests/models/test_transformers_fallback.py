@@ -174,14 +174,12 @@ SMALL = {"vocab_size": 301, "hidden_size": 48, "num_hidden_layers": 2}
 @pytest.mark.parametrize(
     ("config", "values", "reason"),
     [
-        ("MambaConfig", SMALL, "it takes no positions"),
         ("RwkvConfig", SMALL, "it keeps a state between tokens that is not in transformers' cache"),
         ("BloomConfig", SMALL, "it takes no positions"),
         ("GPTJConfig", MULTI_QUERY, "does not use transformers' attention interface"),
         ("XGLMConfig", {"vocab_size": 301, "d_model": 48}, "does not use transformers' attention interface"),
         ("FuyuConfig", {}, "transformers joins or divides tensors"),
         ("GptOssConfig", BARE, "its experts are not gated blocks that this engine computes"),
-        ("Lfm2Config", {**SMALL, "layer_types": ["conv", "conv"]}, "it has no attention at all"),
     ],
 )
 def test_what_the_paged_attention_cannot_compute_is_refused(config, values, reason, tmp_path, monkeypatch):
