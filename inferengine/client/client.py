@@ -66,7 +66,7 @@ class Transport:
         curve: ClientKeys | None,
         on_placed: Callable[[Sequence[int], Sequence[int]], None] | None = None,
     ) -> None:
-        """`on_placed`: is told the keys of beginnings and of sessions that the engine was sent lately."""
+        """`on_placed` is called with the keys of beginnings and of sessions that the engine was sent lately."""
         self._session = session
         self._on_placed = on_placed
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -115,7 +115,7 @@ class Transport:
                 self._session.disconnected(now)
 
     def latest_status(self) -> dict[str, Any] | None:
-        """Return the newest STATUS that has arrived since the last call, or None. Placements are told on the way."""
+        """Return the newest STATUS that has arrived since the last call, or None. Calls `on_placed` on the way."""
         latest: dict[str, Any] | None = None
         while self.subscriber is not None and sockets.readable(self.subscriber):
             frames = self.subscriber.recv_multipart(zmq.NOBLOCK)
@@ -168,7 +168,7 @@ class AsyncClient:
         self.on_resumed: Callable[[float], None] = lambda pause_s: (
             None
         )  # a request resumed after its engine was lost, after so long
-        # Set before `start`: is told the keys of beginnings and of sessions that the engine was sent lately.
+        # Set before `start`: called with the keys of beginnings and of sessions that the engine was sent lately.
         self.on_placed: Callable[[Sequence[int], Sequence[int]], None] | None = None
         self._curve = curve
         self._session: Session | None = None
@@ -218,13 +218,13 @@ class AsyncClient:
 
     @property
     def ready(self) -> bool:
-        """Connected, and the engine takes requests."""
+        """Whether the engine is connected and accepts requests."""
         session = self._session
         return bool(session and session.phase is Phase.UP and session.welcome and session.welcome.state == READY)
 
     @property
     def connected(self) -> bool:
-        """The engine has answered on the connection that stands."""
+        """Whether the engine has answered on the current connection."""
         return self._session is not None and self._session.phase is Phase.UP
 
     @property
@@ -245,7 +245,7 @@ class AsyncClient:
         return None if self._session is None else self._session.last_pong
 
     async def close(self) -> None:
-        """Say BYE and close. Open streams end with engine_unavailable; requests that are not detached are cancelled."""
+        """Send BYE and close. Open streams end with engine_unavailable; requests not detached are cancelled."""
         self._closed = True
         session, self._session = self._session, None
         if session is None:
@@ -290,7 +290,7 @@ class AsyncClient:
         return submission
 
     async def embed(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[SubmitOptions]) -> list[Embedding]:
-        """The embeddings of one or several prompts (texts or token ids), in their order; `pooling` is an option. Raises
+        """Embed one or several prompts (texts or token ids), in their order; `pooling` is an option. Raises
         InferEngineError when one of them fails."""
         require_embeddings(self.welcome)
         submissions = [
@@ -304,18 +304,18 @@ class AsyncClient:
                 submission.cancel()
 
     def attach(self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1, reply: str = "tokens") -> Submission:
-        """Read a request on from `cursors`: tokens already held of each choice (with reply "text": characters)."""
+        """Read a request from `cursors` on: the tokens already received of each choice (reply "text": characters)."""
         request = self._open_session().attach(request_id, cursors, n, reply)
         self.send()
         return Submission(self, request)
 
     def give_up(self) -> None:
-        """Count the engine as lost where it is not connected, without waiting for its lease."""
+        """Count an engine that is not connected as lost now, without waiting for its lease."""
         if self._session is not None:
             self._session.give_up(self._loop.time())
 
     def reads(self, request_id: bytes) -> bool:
-        """Whether a request of this id is open here."""
+        """Return whether a request with this id is open here."""
         return self._session is not None and self._session.requests.get(request_id) is not None
 
     def release(self, submission: Submission) -> None:
@@ -335,16 +335,16 @@ class AsyncClient:
             self.send()
 
     def cancel_request(self, request_id: bytes) -> None:
-        """Cancel a request by its id, whoever submitted it. Fire and forget."""
+        """Cancel a request by its id, whoever submitted it, without waiting for the engine."""
         self._open_session().cancel_request(request_id)
         self.send()
 
     async def model_files(self, files: Sequence[str] | None = None) -> ModelFiles:
-        """The model's tokenizer, template and configuration files: all, or the named ones."""
+        """Fetch the model's tokenizer, template and configuration files: all, or the named ones."""
         return await self._ask(lambda session: session.model_files(files))
 
     async def admin(self, op: str, **arguments: Any) -> Any:
-        """An ADMIN operation's result. Raises InferEngineError when it is refused."""
+        """Run an ADMIN operation and return its result. Raises InferEngineError when it is refused."""
         return await self._ask(lambda session: session.admin(op, arguments))
 
     async def ping(self, timeout_s: float = REQUEST_TIMEOUT_S) -> Pong:
@@ -467,7 +467,7 @@ class AsyncClient:
 
 
 class Stream:
-    """The output of one choice. Iterate it: each delta holds all output since the one before."""
+    """The output of one choice, as an asynchronous iterator. Each delta has all output since the one before."""
 
     def __init__(self, client: AsyncClient, collector: OutputCollector) -> None:
         self._client = client
@@ -510,16 +510,16 @@ class Stream:
 
     @property
     def finished(self) -> bool:
-        """The terminal event has arrived (and may not have been read)."""
+        """Whether the terminal event has arrived, read or not."""
         return self._collector.finished
 
     def cancel(self) -> None:
-        """Fire and forget; the stream ends with `abort`. Any number of times, at any time."""
+        """Cancel this choice without waiting for the engine; the stream ends with `abort`. May be called repeatedly."""
         self._client.cancel_streams([self._collector])
         self._client.send()
 
     def stop(self, num_tokens: int, text: str) -> None:
-        """End it with `stop`: its text has the stop string `text`, complete with token `num_tokens`."""
+        """End the choice at the stop string `text`, which is complete with token number `num_tokens`."""
         self._client.cancel_streams([self._collector], (num_tokens, text))
         self._client.send()
 
@@ -534,7 +534,7 @@ class Submission:
 
     @property
     def id(self) -> bytes:
-        """The 16 bytes under which it runs once and can be attached to."""
+        """The request's id, 16 bytes: it runs once under it, and can be attached to by it."""
         return self._request.id
 
     async def accepted(self) -> Accept:
@@ -555,12 +555,12 @@ class Submission:
         return embedding_from(deltas)
 
     def cancel(self) -> None:
-        """Cancel every choice. Fire and forget."""
+        """Cancel every choice, without waiting for the engine."""
         self._client.cancel_streams(self._request.collectors)
         self._client.send()
 
     def abandon(self, error: InferEngineError) -> None:
-        """Cancel, and end every choice on this side at once with `error`."""
+        """Cancel, and end every choice at once with `error`, without waiting for the engine."""
         if self._request.lost_s is not None:
             self._request.end(error)  # with `error`, not as cancelled
         self._client.cancel_streams(self._request.collectors)
@@ -568,7 +568,7 @@ class Submission:
         self._client.send()
 
     def leave(self) -> None:
-        """Stop reading: its streams end here at once, and the engine cancels it unless another peer reads it."""
+        """Stop reading: the streams end here at once. The engine cancels the request unless another client reads it."""
         self._client.leave_request(self._request)
         self._request.end(InferEngineError("cancelled", "Nobody reads this request here any more."))
         self._drop_first()
@@ -587,7 +587,7 @@ class Submission:
         client.send()
 
     def go_on_as(self, hedge: OpenRequest, client: AsyncClient) -> None:
-        """Go on as the second run of this request, at `client`'s engine. The first one has been released."""
+        """Continue as the second run of this request, at `client`'s engine. The first run has been released."""
         client.take_over(hedge, self._request)
         self._use(client)
 
@@ -649,7 +649,7 @@ RETRY_S = 0.02  # between attempts to send into a full pipe
 
 
 class BlockingStream:
-    """The output of one choice. Iterate it in any thread."""
+    """The output of one choice, as an iterator for any thread."""
 
     def __init__(self, client: Client, collector: OutputCollector) -> None:
         self._client = client
@@ -673,7 +673,7 @@ class BlockingStream:
         return self._collector.num_tokens
 
     def cancel(self) -> None:
-        """Fire and forget; the stream ends with `abort`."""
+        """Cancel this choice without waiting for the engine; the stream ends with `abort`."""
         self._client._cancel([self._collector])
 
 
@@ -687,7 +687,7 @@ class BlockingSubmission:
 
     @property
     def id(self) -> bytes:
-        """The 16 bytes under which it runs once and can be attached to."""
+        """The request's id, 16 bytes: it runs once under it, and can be attached to by it."""
         return self._request.id
 
     def accepted(self) -> Accept:
@@ -704,7 +704,7 @@ class BlockingSubmission:
         return embedding_from(deltas)
 
     def cancel(self) -> None:
-        """Cancel every choice. Fire and forget."""
+        """Cancel every choice, without waiting for the engine."""
         self._client._cancel(self._request.collectors)
 
 
@@ -757,7 +757,7 @@ class Client:
 
     @property
     def ready(self) -> bool:
-        """Connected, and the engine takes requests."""
+        """Whether the engine is connected and accepts requests."""
         session = self._session
         return session.phase is Phase.UP and session.welcome is not None and session.welcome.state == READY
 
@@ -769,7 +769,7 @@ class Client:
         return self._session.welcome
 
     def close(self) -> None:
-        """Say BYE and close. Open streams end with engine_unavailable."""
+        """Send BYE and close. Open streams end with engine_unavailable."""
         with self._changed:
             self._closing = True
             self._wake()
@@ -800,7 +800,7 @@ class Client:
         return BlockingSubmission(self, request)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], **options: Unpack[SubmitOptions]) -> list[Embedding]:
-        """The embeddings of one or several prompts (texts or token ids), in their order; `pooling` is an option. Raises
+        """Embed one or several prompts (texts or token ids), in their order; `pooling` is an option. Raises
         InferEngineError when one of them fails."""
         require_embeddings(self.welcome)
         submissions = [
@@ -816,24 +816,24 @@ class Client:
     def attach(
         self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1, reply: str = "tokens"
     ) -> BlockingSubmission:
-        """Read a request on from `cursors`: tokens already held of each choice (with reply "text": characters)."""
+        """Read a request from `cursors` on: the tokens already received of each choice (reply "text": characters)."""
         with self._changed:
             request = self._session.attach(request_id, cursors, n, reply)
             self._wake()
         return BlockingSubmission(self, request)
 
     def cancel_request(self, request_id: bytes) -> None:
-        """Cancel a request by its id, whoever submitted it. Fire and forget."""
+        """Cancel a request by its id, whoever submitted it, without waiting for the engine."""
         with self._changed:
             self._session.cancel_request(request_id)
             self._wake()
 
     def model_files(self, files: Sequence[str] | None = None) -> ModelFiles:
-        """The model's tokenizer, template and configuration files: all, or the named ones."""
+        """Fetch the model's tokenizer, template and configuration files: all, or the named ones."""
         return self._ask(lambda: self._session.model_files(files))
 
     def admin(self, op: str, **arguments: Any) -> Any:
-        """An ADMIN operation's result. Raises InferEngineError when it is refused."""
+        """Run an ADMIN operation and return its result. Raises InferEngineError when it is refused."""
         return self._ask(lambda: self._session.admin(op, arguments))
 
     def ping(self, timeout_s: float = REQUEST_TIMEOUT_S) -> Pong:

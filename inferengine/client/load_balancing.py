@@ -228,7 +228,7 @@ class PrefixAffinity(Policy):
     def _remember(self, keys: Sequence[int], engine: int) -> None:
         """Remember the engine for the prompt's beginnings."""
         engines = self._engines
-        for key in told_beginnings(keys):
+        for key in remembered_beginnings(keys):
             found = engines.pop(key, ())
             if not found or found[0] != engine:
                 found = (engine, *(other for other in found if other != engine))[:MAX_REPLICAS]
@@ -258,18 +258,18 @@ class PrefixAffinity(Policy):
         return home
 
 
-def told_beginnings(keys: Sequence[int]) -> list[int]:
+def remembered_beginnings(keys: Sequence[int]) -> list[int]:
     """Return the keys under which a prompt is remembered.
 
     These are the key of its longest beginning, and of some shorter ones, which other prompts may share. Their distances
     double, so even a long prompt has few.
     """
-    told, place, distance = [], len(keys) - 1, 1
-    while place >= 0:
-        told.append(keys[place])
-        place -= distance
+    remembered, index, distance = [], len(keys) - 1, 1
+    while index >= 0:
+        remembered.append(keys[index])
+        index -= distance
         distance *= 2
-    return told
+    return remembered
 
 
 def two_of(candidates: Sequence[int], draw: Callable[[], float]) -> tuple[int, int]:
@@ -379,7 +379,7 @@ class LoadBalancer:
             self._sessions.note(prompt.session, engine)
 
     def learn(self, engine: int, beginnings: Iterable[int], sessions: Iterable[int]) -> None:
-        """Record what some front end sent to an engine: keys from `told_beginnings`, and keys of sessions."""
+        """Record what some front end sent to an engine: keys from `remembered_beginnings`, and keys of sessions."""
         self._policy.learn(engine, beginnings)
         for key in sessions:
             self._sessions.note(key, engine)

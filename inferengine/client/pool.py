@@ -39,7 +39,13 @@ from inferengine.client.client import AsyncClient, Stream, Submission
 from inferengine.client.discovery import REFRESH_S as DISCOVERY_S
 from inferengine.client.discovery import EngineDiscovery
 from inferengine.client.hedging import HedgeBudget
-from inferengine.client.load_balancing import ChosenEngine, LoadBalancer, PromptHashes, session_key, told_beginnings
+from inferengine.client.load_balancing import (
+    ChosenEngine,
+    LoadBalancer,
+    PromptHashes,
+    remembered_beginnings,
+    session_key,
+)
 from inferengine.client.requests import RESUME_WAIT_S, Delta, OpenRequest, engine_mismatch, error_of
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
@@ -351,7 +357,7 @@ class EnginePool:
                 self._movable[submission.id] = pooled
                 self._plan_watch()
 
-        placement = to_u64(told_beginnings(prompt.keys)), b"" if session is None else to_u64([session])
+        placement = to_u64(remembered_beginnings(prompt.keys)), b"" if session is None else to_u64([session])
         return engine.client.submit(prompt_ids, params, prepare=prepare, placement=placement, **arguments)
 
     def attach(

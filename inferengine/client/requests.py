@@ -190,22 +190,22 @@ class OutputCollector:
 
     @property
     def finished(self) -> bool:
-        """The terminal event has arrived."""
+        """Whether the terminal event has arrived."""
         return self._finish is not None
 
     @property
     def has_succeeded(self) -> bool:
-        """The terminal event has arrived, and is neither an error nor a cancellation."""
+        """Whether the terminal event has arrived, and is neither an error nor a cancellation."""
         return self._finish is not None and self._finish.reason in ("stop", "length")
 
     @property
     def has_failed(self) -> bool:
-        """It ended without output, by an error or a cancellation."""
+        """Whether it ended without output, by an error or a cancellation."""
         return self.finished and not self.has_succeeded and not self.num_tokens
 
     @property
     def exhausted(self) -> bool:
-        """The terminal event has been read."""
+        """Whether the terminal event has been read."""
         return self._taken
 
     @property
@@ -229,7 +229,7 @@ class OutputCollector:
 
     @property
     def all_ids(self) -> array[int]:
-        """Every token that has arrived, read or not."""
+        """Return all tokens that have arrived, read or not."""
         return (self.ids_read or array("I")) + array("I", self.token_ids)
 
     def add_tokens(self, token_ids: list[int]) -> None:
@@ -261,7 +261,7 @@ class OutputCollector:
         self._embedding = data
 
     def take_over(self, other: OutputCollector) -> None:
-        """Go on as `other`, with all that it has got. Nothing has come here yet."""
+        """Continue as `other`, with its output. Only before any output has arrived here."""
         self.stream = other.stream
         self.token_ids, self.num_tokens = other.token_ids, other.num_tokens
         self._parts, self.num_characters = other._parts, other.num_characters
@@ -363,37 +363,37 @@ class OpenRequest:
 
     @property
     def id(self) -> bytes:
-        """The 16 bytes under which it runs once and can be attached to."""
+        """The request's id, 16 bytes: it runs once under it, and can be attached to by it."""
         return self.message.id
 
     @property
     def held(self) -> bool:
-        """No message is on the way: what an engine still says about it is ignored."""
+        """Whether no message is on the way: what an engine still reports of it is ignored."""
         return self.state is RequestState.HELD
 
     @property
     def was_accepted(self) -> bool:
-        """Some engine has accepted it."""
+        """Whether an engine has accepted it."""
         return self.accepted.done
 
     @property
     def finished(self) -> bool:
-        """Every choice has ended."""
+        """Whether every choice has ended."""
         return all(collector.finished for collector in self.collectors)
 
     @property
     def begun(self) -> bool:
-        """Some output has come, or an end: it cannot start over unnoticed."""
+        """Whether output or an end has arrived: the request can no longer start over unnoticed."""
         return any(item.num_tokens or item.num_characters or item.finished for item in self.collectors)
 
     @property
     def failed(self) -> bool:
-        """It ended without output, by an error or a cancellation."""
+        """Whether it ended without output, by an error or a cancellation."""
         return all(item.has_failed for item in self.collectors)
 
     @property
     def has_failed_choice(self) -> bool:
-        """Some choice ended without output, by an error or a cancellation."""
+        """Whether a choice ended without output, by an error or a cancellation."""
         return any(item.has_failed for item in self.collectors)
 
     def fail(self, error: InferEngineError) -> None:
@@ -414,7 +414,7 @@ class OpenRequest:
 
 
 def finish_from(row: Done) -> Finish:
-    """Return the end that a STEP's `done` row tells."""
+    """Return the end in a STEP's `done` row."""
     return Finish(*row[1:])
 
 
@@ -819,7 +819,7 @@ class OpenRequests:
         return [stream for request in late for stream in self.drop(request, error)]
 
     def due_s(self) -> float | None:
-        """When `take_held` or `expire` has something to do next."""
+        """Return when `take_held` or `expire` has something to do next; None: never."""
         times = []
         for request in self._lost.values():
             times.append((request.lost_s or 0.0) + self._wait_s)
@@ -882,7 +882,7 @@ class OpenRequests:
         return True
 
     def on_step(self, step: Step, now: float) -> None:
-        """Give every stream its new output. Every token takes this path: it calls as little as it can."""
+        """Handle STEP: append the new output of every stream. Each token takes this path, so it makes few calls."""
         collectors = self._collectors
         tokens = step.tokens
         if step.counts is None:
@@ -958,7 +958,7 @@ class OpenRequests:
         return streams
 
     def _renumber(self, request: OpenRequest) -> None:
-        """Give it new streams: output of the old ones is from an earlier run or another engine."""
+        """Assign new stream numbers: output of the old ones is of an earlier run or of another engine."""
         stream = self._take_streams(_num_streams(request.message, len(request.collectors)))
         request.message = request.message.replace(stream=stream)
         for number, collector in enumerate(request.collectors, stream):
@@ -998,7 +998,7 @@ class OpenRequests:
         self.on_resumed(pause_s)
 
     def _is_lost(self, row: Done, lost: dict[bytes, tuple[OpenRequest, InferEngineError]]) -> bool:
-        """Whether this end is about the engine and not about the request. Notes the request in `lost`."""
+        """Return whether this end is due to the engine, not to the request; if so, add the request to `lost`."""
         collector = self._collectors.get(row.stream)
         request = None if collector is None else collector.request
         if request is None or not request.resubmit or not isinstance(row.detail, list | tuple):

@@ -17,7 +17,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from inferengine.client.load_balancing import LoadBalancer, PromptHashes, mix, told_beginnings
+from inferengine.client.load_balancing import LoadBalancer, PromptHashes, mix, remembered_beginnings
 from inferengine.simulation.fleet import DETECTION_S, LEASE_S, STATUS_INTERVAL_S, Failure
 from inferengine.simulation.light_engine import LightEngine, PartCache, SharedCache, SimulatedRequest, StepEnd
 from inferengine.simulation.policies import COMPARED, CacheAware
@@ -217,7 +217,7 @@ class LightFleet:
             return
         if self._tells_placements:
             sessions = () if prompt.session is None else (prompt.session,)
-            self._placed.append((host.index, told_beginnings(prompt.keys), sessions))
+            self._placed.append((host.index, remembered_beginnings(prompt.keys), sessions))
         self._follow(host, host.engine.submit(run, self.now))
 
     def _choose_ideal(self, prompt: PromptHashes) -> int:

@@ -23,7 +23,7 @@ from inferengine.client.load_balancing import (
     mix,
     prefix_key,
     session_key,
-    told_beginnings,
+    remembered_beginnings,
 )
 
 
@@ -269,7 +269,7 @@ def test_a_front_end_goes_where_another_sent_the_beginning() -> None:
     document, question = make_prompts(2, length=3000)
     home = choose(one, document)
     engine = choose(one, document, avoid=[home])
-    informed.learn(engine, told_beginnings(make_prompt(document, b"").keys), ())
+    informed.learn(engine, remembered_beginnings(make_prompt(document, b"").keys), ())
     assert choose(informed, document + question) == engine
     assert choose(ignorant, document + question) == home
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from inferengine.client import AsyncClient, EnginePool, Finish, Stream, Submission
-from inferengine.client.load_balancing import make_prompt, session_key, told_beginnings
+from inferengine.client.load_balancing import make_prompt, session_key, remembered_beginnings
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire.messages import to_u64
@@ -327,7 +327,7 @@ def test_pools_know_of_each_others_sessions_and_beginnings() -> None:
             first = submit_in_session(pool, 1)
             home = pool.choose(document)  # the ring's, for both
             elsewhere = next(client for client in pool.clients if client is not home)
-            keys = told_beginnings(make_prompt(document, b"").keys)
+            keys = remembered_beginnings(make_prompt(document, b"").keys)
             second = elsewhere.submit(document, params, placement=(to_u64(keys), b""))
             for submission in (first, second):
                 await read(submission.streams[0])

@@ -38,7 +38,7 @@ def test_what_is_emitted_is_drawn_from_the_target(difference: float) -> None:
 
 
 @pytest.mark.parametrize("difference", [0.3, 1.0, 2.0])
-def test_guesses_are_right_as_often_as_the_coupling_promises(difference: float) -> None:
+def test_draft_tokens_are_accepted_as_often_as_the_coupling_promises(difference: float) -> None:
     target, draft = pair(difference)
     p, q = target.softmax(-1).double(), draft.softmax(-1).double()
     ratios = torch.maximum(p / p[:, None], q / q[:, None])  # [i, j]

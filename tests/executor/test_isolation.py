@@ -104,7 +104,7 @@ class Poisoner:
         """It remembers nothing."""
 
 
-def test_a_wrong_guess_that_is_no_number_disturbs_nobody_not_even_its_own_request(folders):
+def test_a_rejected_draft_token_that_gives_nan_disturbs_no_request_not_even_its_own(folders):
     sound, broken = folders
     good = prompts_of(20, 18, 25)
     expected = Engine(sound, budget=64).generate(good, 12, **NEVER)

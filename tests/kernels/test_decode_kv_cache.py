@@ -125,7 +125,7 @@ def test_rows_with_any_number_of_new_tokens_keep_their_places(seed, softcap):
             case.starts[slot] -= draw.randrange(count)  # rejected draft tokens
 
 
-def test_a_row_alone_verifies_guesses_in_its_place():
+def test_a_single_row_verifies_draft_tokens_in_its_place():
     case = Case([20]).settle()
     for count in (4, 1, 3, 6):
         assert case.step({0: count})
@@ -140,7 +140,7 @@ def test_a_row_alone_verifies_guesses_in_its_place():
         pytest.param({0: 17}, id="as a prompt"),
     ],
 )
-def test_a_step_outside_the_copy_replaces_what_wrong_guesses_left_there(between, monkeypatch):
+def test_a_step_outside_the_copy_replaces_what_rejected_draft_tokens_left_there(between, monkeypatch):
     case = Case([30, 31, 30]).settle()
     assert case.step({1: 1, 2: 1, 0: 12})
     case.starts[0] -= 11  # all draft tokens were rejected, and the copy has their keys

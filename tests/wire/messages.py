@@ -111,7 +111,7 @@ EXAMPLES: dict[str, Message] = {
     "reject": Reject(ID, 7, "overloaded", "The queue is full.", None, True, 1500),
     "reject_unknown": Reject(None, None, "protocol_error", "unknown message kind 77"),
     "step": Step(3, 90, array("I", [7, 8, 9]), array("I", [11, 12, 70_000])),
-    "step_guesses": Step(
+    "step_draft_tokens": Step(
         5, 92, array("I", [7]), array("I", [3]), None, [Done(7, "length", None, 4, 0, 10, 0.5, 12.25, 80.0, 6, 2)]
     ),
     "step_full": Step(

@@ -71,7 +71,7 @@ def test_stop_reason_says_why_the_message_ended(client: anthropic.Anthropic, ser
     assert message.content[0].text == "one "
 
 
-def test_guesses_are_told_where_there_were_any(client: anthropic.Anthropic, served: House) -> None:
+def test_usage_has_draft_tokens_where_there_were_any(client: anthropic.Anthropic, served: House) -> None:
     served.script = says("fox")
     assert "accepted_prediction_tokens" not in ask(client).usage.model_dump()
     served.script = says("fox", draft_counts=(3, 1))

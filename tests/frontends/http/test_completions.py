@@ -302,7 +302,7 @@ def test_cached_tokens_are_told(served: House) -> None:
     assert served.complete()["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
-def test_guesses_are_told_of_all_choices_together(served: House) -> None:
+def test_usage_has_the_draft_tokens_of_all_choices_together(served: House) -> None:
     served.script = says("fox", draft_counts=(3, 1))
     details = served.complete(n=2, temperature=1.0)["usage"]["completion_tokens_details"]
     assert details == {"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 2}

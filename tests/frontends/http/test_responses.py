@@ -58,7 +58,7 @@ def test_a_response_with_text_has_the_fields_that_the_sdk_reads(client: openai.O
     assert cut.incomplete_details.reason == "max_output_tokens"
 
 
-def test_guesses_are_told_where_there_were_any(client: openai.OpenAI, served: House) -> None:
+def test_usage_has_draft_tokens_where_there_were_any(client: openai.OpenAI, served: House) -> None:
     def details() -> dict[str, Any]:
         usage = client.responses.create(model="tiny", input="Say.").usage
         assert usage is not None

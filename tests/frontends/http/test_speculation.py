@@ -114,7 +114,7 @@ def test_metrics_say_what_stats_say(embedded: Embedded, asked_again: dict[str, A
         assert float(found[1]) == pytest.approx(stats[key])
 
 
-def test_a_stop_string_inside_guesses_ends_the_text_before_it(
+def test_a_stop_string_inside_draft_tokens_ends_the_text_before_it(
     embedded: Embedded, asked_again: dict[str, Any], plain: Plain
 ) -> None:
     stop = plain.answer[80:90]
@@ -126,6 +126,6 @@ def test_a_stop_string_inside_guesses_ends_the_text_before_it(
     assert "".join(deltas) == before
 
 
-def test_a_request_without_guesses_has_no_such_details(embedded: Embedded) -> None:
+def test_a_request_without_draft_tokens_has_no_such_details(embedded: Embedded) -> None:
     answer = embedded.ask(CHAT, messages=STORY, max_tokens=1)
     assert "completion_tokens_details" not in answer["usage"]
