@@ -33,11 +33,12 @@ from inferengine.executor.tools.trace import StepRecorder
 from inferengine.executor.tune import TuneReport, tune
 from inferengine.executor.warm_up import capture_graphs, run_warm_up_steps
 from inferengine.kernels import ops as ops_table
-from inferengine.kernels.batch import StepColumns
+from inferengine.kernels.batch import Batch, StepColumns
 from inferengine.kernels.cpu import DecodeKvCache
 from inferengine.kernels.cuda.compilation import Compilations, compile_workers, stop_workers
 from inferengine.layers.parallel import KEY, Communicator
 from inferengine.lora.bank import AdapterFolder
+from inferengine.models.cpu_decode import decode_runner
 from inferengine.models.hf_config import read_json
 
 FORCED_ROWS_ON_CPU = 4  # measured: with eight rows running ahead cost a schema 4 % of its tokens, with one it gave 14 %
@@ -138,6 +139,9 @@ class TorchExecutor:
             device=self.device,
         )
         self.decode_kv_cache = DecodeKvCache(len(self.kv.layers)) if self.device.type == "cpu" else None
+        self.decode_runner = None
+        if self.device.type == "cpu" and self.communicator is None:
+            self.decode_runner = decode_runner(self.model, self.config, self.dtype, dtype)
         self.pooling = Pooling(self.slots.num_slots + 1, self.config.hidden_size, self.device)
 
     def _bind_states(self) -> None:
@@ -186,7 +190,7 @@ class TorchExecutor:
             self.compilations.close()
         self.draft = None
         self.graphs = self.mixed = None
-        for name in ("model", "kv", "slots", "decode_kv_cache", "_group_caches"):
+        for name in ("model", "kv", "slots", "decode_kv_cache", "decode_runner", "_group_caches"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -240,8 +244,12 @@ class TorchExecutor:
         self.launched = "kernel by kernel, with adapters" if adapted else "kernel by kernel"
         batch = make_batch(plan, columns, self.slots, self.device)
         if self.decode_kv_cache is not None:
+            if not (adapted or plan.pooled or self.slots.wants_prompt_logprobs(columns)):
+                self._keep_what_draws(batch)
             admitted = [item.slot for item in plan.admitted]
-            hidden = forward_on_cpu(self.model, self.ops, batch, self._group_caches, self.decode_kv_cache, admitted)
+            hidden = forward_on_cpu(
+                self.model, self.ops, batch, self._group_caches, self.decode_kv_cache, admitted, self.decode_runner
+            )
         else:
             if not self.model.plans_attention:
                 batch.plans = [
@@ -251,13 +259,19 @@ class TorchExecutor:
             hidden = self.model(batch)
         logits = None
         if batch.num_samples:
-            last = hidden if batch.num_samples == batch.num_tokens else hidden.index_select(0, batch.sample_tokens)
+            is_whole = batch.kept_tokens is None and batch.num_samples < batch.num_tokens
+            last = hidden.index_select(0, batch.sample_tokens) if is_whole else hidden
             logits = self._logits(last, columns.sample_rows)
         prompt = None
         if self.slots.wants_prompt_logprobs(columns):
             prompt = StepPromptLogprobs(self.ops, self._logits, hidden, self.slots, columns)
         embeddings = self.pooling.compute(self.model, hidden, plan.pooled, columns) if plan.pooled else None
         return StepDraws(self.ops, self.slots, plan, batch, logits, prompt=prompt, embeddings=embeddings)
+
+    def _keep_what_draws(self, batch: Batch) -> None:
+        """Have the last layer leave out the tokens of prompts that nothing is drawn after."""
+        if batch.num_samples < batch.num_tokens and self.model.can_keep and self.communicator is None:
+            batch.kept_tokens = batch.sample_tokens if batch.num_samples else batch.sample_tokens.new_zeros(1)
 
     def _logits(self, hidden: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
         """Logits [N, V] of states [N, E] of these rows of the step [N]."""

@@ -71,10 +71,12 @@ class Batch:
     __slots__ = (
         "block_size",
         "block_tables",
+        "checksum",
         "columns",
         "decode_kv_cache",
         "input_ids",
         "isolated",
+        "kept_tokens",
         "num_decodes",
         "num_rows",
         "num_samples",
@@ -119,8 +121,11 @@ class Batch:
     decode_kv_cache: Any  # a cpu.decode_kv_cache.DecodeKvCache on the CPU; None elsewhere
     shared_prefixes: SharedPrefixColumns | None  # of layers with full attention, on CUDA; None: nothing is shared
     isolated: bool  # on the CPU: compute each row apart, because some hold NaN
+    kept_tokens: torch.Tensor | None  # [N] those whose final states are wanted; None: all
+    checksum: torch.Tensor | None  # sum of all tokens' states where the others were left: not finite if one is not
 
     def __init__(self) -> None:
         self.decode_kv_cache = None
         self.shared_prefixes = None
         self.isolated = False
+        self.kept_tokens = self.checksum = None

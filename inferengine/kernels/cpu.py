@@ -30,6 +30,13 @@ import torch
 from torch.nn import functional
 
 from inferengine.kernels.batch import USUAL_KEYS, NewKeys, StepColumns
+from inferengine.kernels.cpu_products import (
+    as_array,
+    mixed_of,
+    products_with_keys,
+    products_with_values,
+    scores_of,
+)
 from inferengine.kernels.cpu_shared_prefix import SharedPlan, SharedPrefixes, logsumexp_of
 from inferengine.kernels.reference.ops import rms_norm
 
@@ -87,7 +94,7 @@ class AttentionPlan:
         self,
         decodes: list[DecodePlan],
         tiles: list[TilePlan],
-        written: torch.Tensor,
+        written: np.ndarray,
         kv_copy: Any = None,
         shared: SharedPlan | None = None,
     ) -> None:
@@ -113,7 +120,7 @@ def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | No
     if columns is None:
         raise RuntimeError("attention on the CPU needs the step's columns on the host")
     table = batch.block_tables[group].numpy()
-    written = torch.from_numpy(_written(columns, table, kv))
+    written = _written(columns, table, kv)
     if batch.isolated:
         rows = range(batch.num_rows)
         return AttentionPlan([], plan_tiles(columns, rows, table, kv, window, isolated=True), written)
@@ -133,6 +140,21 @@ def prepare_attention(batch: Any, group: int, kv: torch.Tensor, window: int | No
         if end > begin
     ]
     return AttentionPlan(decodes, tiles, written, None, shared)
+
+
+def write_rows(kv: torch.Tensor, rows: np.ndarray, new: torch.Tensor) -> None:
+    """Write `new` [.., D] to `rows` [..] of the cache seen as [.., D]. By numpy, which takes half of torch's time."""
+    _array(kv).reshape(-1, kv.shape[-1])[rows] = _array(new)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """The same memory, as integers where numpy does not know the type."""
+    known = tensor if tensor.dtype == torch.float32 else tensor.view(_SAME_SIZE[tensor.element_size()])
+    array: np.ndarray = known.numpy()
+    return array
+
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16}  # integers by their bytes
 
 
 def number_type(kv: torch.Tensor) -> torch.dtype:
@@ -372,14 +394,14 @@ def attention_qkv(
     if kv.dtype != FP8:
         new = new if new.dtype == kv.dtype else new.to(kv.dtype)
         if num_keys:
-            kv.view(-1, head_dim).index_put_((plan.written,), new)
+            write_rows(kv, plan.written, new)
         if plan.kv_copy is not None:
             return _copied_first(queries, new if num_keys else None, kv, plan, scale, softcap, sinks)
         return attention(queries, kv, batch, group, scale, window, softcap, sinks)
     if num_keys:
         new = torch.cat((new[:, :num_keys] / kv_scales[0], new[:, num_keys:] / kv_scales[1]), 1)
         codes = new.clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
-        kv.view(torch.uint8).view(-1, head_dim).index_put_((plan.written,), codes)
+        write_rows(kv, plan.written, codes)
     mixed = attention(queries, kv, batch, group, scale * kv_scales[0], window, softcap, sinks)
     return mixed.mul_(kv_scales[1]).to(qkv.dtype)
 
@@ -521,15 +543,15 @@ def _decode(
     queries = q if plan.rows is None else q.index_select(0, plan.rows)
     queries = queries.reshape(plan.num_items * num_kv_heads, -1, head_dim)
     if softcap is None and plan.num_queries == 1:
-        scores = torch.baddbmm(plan.mask, queries, keys.transpose(1, 2), alpha=scale)
+        scores = scores_of(queries.mul(scale), keys).add_(plan.mask)
     else:
-        scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(scale)
+        scores = scores_of(queries, keys).mul_(scale)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         by_query = scores.view(len(scores), plan.num_queries, -1, scores.shape[2])
         by_query.add_(plan.mask.unsqueeze(2))
     weights = torch.softmax(scores, -1)
-    partial = torch.bmm(weights, values)
+    partial = mixed_of(weights, values)
     if plan.rows is None:
         if sinks is not None:
             partial = without_sinks(partial, scores, sinks, num_kv_heads)
@@ -620,20 +642,21 @@ SPARSE_STEPS = 4  # such steps in a row after which the copy is too large for wh
 
 
 class LayerCopy(NamedTuple):
-    """One layer's keys and values in P places, with room for `capacity` tokens each."""
+    """One layer's keys and values in P places, with room for `capacity` tokens each, in fp32 whatever the cache is."""
 
-    flat: torch.Tensor  # [2 * P * K * capacity, D]: what the other two look at
-    keys: torch.Tensor  # [P * K, capacity, D]
-    values: torch.Tensor
+    flat: np.ndarray  # [2 * P * K * capacity, D]: what the others look at
+    by_place: np.ndarray  # [2 * P * K, capacity, D]
+    keys: np.ndarray  # [P * K, capacity, D]
+    values: np.ndarray
 
 
 class Queries(NamedTuple):
     """Queries that are computed together: Q of each of X places, repetitions among them."""
 
     num_queries: int
-    places: torch.Tensor | None  # [2 * X * K] of keys, then values, by head; None: all of them as they lie
-    tokens: torch.Tensor | None  # [X * Q] token of each query; None: one for one
-    mask: torch.Tensor | None  # [X, 1, Q, 1, keys], 0 or -inf; None: nothing is hidden
+    places: np.ndarray | None  # [2 * X * K] of keys, then values, by head; None: all of them as they lie
+    tokens: np.ndarray | None  # [X * Q] token of each query; None: one for one
+    mask: np.ndarray | None  # [X, 1, Q, 1, keys], 0 or -inf; None: nothing is hidden
 
 
 _ALONE = [Queries(1, None, None, None)]  # one query of each place, nothing hidden
@@ -645,7 +668,7 @@ class DecodeKvCache:
     def __init__(self, num_layers: int) -> None:
         self.copies: dict[int, GroupCopy] = {}
         self.prefixes: dict[int, SharedPrefixes] = {}  # by KV group
-        self.storage: dict[int, torch.Tensor] = {}  # by layer, used again by the next copy
+        self.storage: dict[int, np.ndarray] = {}  # by layer, used again by the next copy
         self._num_layers = num_layers
         self._num_alike = 0  # steps of about the same rows, up to this one
         self._step = 1
@@ -741,7 +764,7 @@ class DecodeKvCache:
         if copy is None:
             capacity = (longest // ROOM + 2) * ROOM
             num_numbers = 2 * num_rows * kv.shape[2] * capacity * kv.shape[4]
-            if kv.dtype == FP8 or num_numbers * kv.element_size() * self._num_layers > MAX_COPY_BYTES:
+            if kv.dtype == FP8 or num_numbers * 4 * self._num_layers > MAX_COPY_BYTES:
                 return None
             copy = self.copies[group] = GroupCopy(num_rows, kv, capacity, self.storage)
         copy.advance(columns, num_rows, table, shared)
@@ -751,7 +774,7 @@ class DecodeKvCache:
 class GroupCopy:
     """Copies of the layers of one KV group."""
 
-    def __init__(self, num_places: int, kv: torch.Tensor, capacity: int, storage: dict[int, torch.Tensor]) -> None:
+    def __init__(self, num_places: int, kv: torch.Tensor, capacity: int, storage: dict[int, np.ndarray]) -> None:
         self.num_tokens = 0  # of the step: the first ones, those of rows with a place
         self._capacity, self._num_kv_heads, self._block_size = capacity, kv.shape[2], kv.shape[3]
         self._slots = np.full(num_places, -1)  # by place
@@ -762,13 +785,13 @@ class GroupCopy:
         places = np.arange(num_places)[:, None]
         self._first = ((half * num_places + places) * self._num_kv_heads + head) * capacity  # [P, 2K] in `flat`
         self._storage, self._layers = storage, dict[int, LayerCopy]()
-        self._zero = torch.zeros((), dtype=kv.dtype)
+        self.has_next_tokens = False  # whether the step is one new token for each place, as they lie
         self._num_sparse = self._longest = 0
         self._is_sparse = False
-        self._written = self._zero
+        self._written = np.zeros(0, dtype=np.int64)  # [T, 2K] in `flat`: where the step's own keys and values go
         self._queries: list[Queries] = []
-        self._order: torch.Tensor | None = None  # [T] where each token's result lies among those of all queries
-        self._joining: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._order: np.ndarray | None = None  # [T] where each token's result lies among those of all queries
+        self._joining: tuple[np.ndarray, torch.Tensor, np.ndarray] | None = None
 
     def drop(self, slots: list[int]) -> None:
         """Free the places of these slots."""
@@ -792,7 +815,7 @@ class GroupCopy:
             return None
         place = int(places[0])
         first, end = int(self._offsets[place]), int(self._num_known[place])
-        both = copy.flat.view(2, len(self._slots), self._num_kv_heads, self._capacity, -1)
+        both = torch.from_numpy(copy.flat).view(2, len(self._slots), self._num_kv_heads, self._capacity, -1)
         return first, both[:, place, :, : max(0, end - first)]
 
     def suits(self, num_rows: int, longest: int) -> bool:
@@ -806,6 +829,7 @@ class GroupCopy:
     def advance(self, columns: StepColumns, num_rows: int, table: np.ndarray, shared: SharedPlan | None = None) -> None:
         """Add the tokens of the next step."""
         if num_rows == len(self._slots) == 1 and shared is None and self._advance_alone(columns):
+            self.has_next_tokens = self.num_tokens == 1
             return
         slots, starts, lengths = columns.row_slot[:num_rows], columns.row_start[:num_rows], columns.row_len[:num_rows]
         offsets = np.zeros(num_rows, dtype=np.int64) if shared is None else shared.offsets
@@ -816,7 +840,7 @@ class GroupCopy:
         self._offsets[places] = offsets
         rows = columns.token_row[: self.num_tokens]
         positions = columns.positions[: self.num_tokens] - offsets[rows]
-        self._written = torch.from_numpy(self._first[places[rows]] + positions[:, None])
+        self._written = self._first[places[rows]] + positions[:, None]
         self._longest = int((lengths - offsets).max())
         behind = np.flatnonzero(starts > self._num_known[places])
         self._joining = None
@@ -824,6 +848,10 @@ class GroupCopy:
             self._joining = self._join(slots[behind], places[behind], lengths[behind], offsets[behind], table)
         self._num_known[places] = lengths
         self._queries, self._order = self._plan_queries(columns.query_start[: num_rows + 1], places, starts - offsets)
+        first = self._queries[0]
+        self.has_next_tokens = (
+            self._order is None and first.num_queries == 1 and first.places is None and first.tokens is None
+        )
 
     def _advance_alone(self, columns: StepColumns) -> bool:
         """As `advance` for the next tokens of the one row there is; False where it is not that simple."""
@@ -833,12 +861,12 @@ class GroupCopy:
         self.num_tokens, self._longest, self._joining, self._order = count, start + count, None, None
         self._num_known[0] = start + count
         if count == 1:
-            self._written, self._queries = torch.from_numpy(self._first + start), _ALONE
+            self._written, self._queries = self._first + start, _ALONE
             return True
-        self._written = torch.from_numpy(self._first + columns.positions[:count, None])
+        self._written = self._first + columns.positions[:count, None]
         hidden = np.zeros((1, 1, count, 1, start + count), dtype=np.float32)
         hidden[0, 0, :, 0, start:] = np.triu(np.full((count, count), -np.inf, dtype=np.float32), 1)
-        self._queries = [Queries(count, None, None, torch.from_numpy(hidden).to(self._zero.dtype))]
+        self._queries = [Queries(count, None, None, hidden)]
         return True
 
     def _places_of(self, slots: np.ndarray) -> np.ndarray:
@@ -861,7 +889,7 @@ class GroupCopy:
 
     def _join(
         self, slots: np.ndarray, places: np.ndarray, lengths: np.ndarray, offsets: np.ndarray, table: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[np.ndarray, torch.Tensor, np.ndarray]:
         """(places, sources, hidden) of rows whose keys behind their prefix are to be gathered: J, rows of the paged
         cache, and [J, keys] that lie behind the row's last one."""
         lengths = lengths - offsets
@@ -870,11 +898,11 @@ class GroupCopy:
         index += offsets[:, None] // self._block_size
         sources = block_places(table[slots[:, None], index], self._num_kv_heads)
         hidden = np.arange(index.shape[1] * self._block_size) >= lengths[:, None]
-        return torch.from_numpy(places), torch.from_numpy(sources), torch.from_numpy(hidden)
+        return places, torch.from_numpy(sources), hidden
 
     def _plan_queries(
         self, query_start: np.ndarray, places: np.ndarray, starts: np.ndarray
-    ) -> tuple[list[Queries], torch.Tensor | None]:
+    ) -> tuple[list[Queries], np.ndarray | None]:
         """All rows at once, the shorter ones padded; where that is much, first tokens at once, the others after them.
         With the place of each token's result, None: as they come."""
         counts, first = np.diff(query_start), query_start[:-1]
@@ -893,7 +921,7 @@ class GroupCopy:
             order[tokens] = num_results + results
             picked = None if found.places is None else len(found.places) // (2 * self._num_kv_heads)
             num_results += found.num_queries * (len(self._slots) if picked is None else picked)
-        return queries, None if _in_order(order) and num_results == self.num_tokens else torch.from_numpy(order)
+        return queries, None if _in_order(order) and num_results == self.num_tokens else order
 
     def _plan_places(
         self, first: np.ndarray, counts: np.ndarray, places: np.ndarray, starts: np.ndarray, picked: bool
@@ -912,23 +940,22 @@ class GroupCopy:
         queries = Queries(
             len(within),
             self._rows_of(places) if picked else None,
-            None if len(flat) == self.num_tokens and _in_order(flat) else torch.from_numpy(flat),
+            None if len(flat) == self.num_tokens and _in_order(flat) else flat,
             self._mask(last_key),
         )
         return flat[results], results, queries
 
-    def _rows_of(self, places: np.ndarray) -> torch.Tensor:
+    def _rows_of(self, places: np.ndarray) -> np.ndarray:
         """[2 * X * K] of a copy seen as rows of `capacity` tokens: keys of each place and head, then values."""
-        rows = (self._first[places] // self._capacity).reshape(len(places), 2, -1)
-        return torch.from_numpy(rows.transpose(1, 0, 2).reshape(-1))
+        rows: np.ndarray = (self._first[places] // self._capacity).reshape(len(places), 2, -1)
+        return rows.transpose(1, 0, 2).reshape(-1)
 
-    def _mask(self, last_key: np.ndarray) -> torch.Tensor | None:
+    def _mask(self, last_key: np.ndarray) -> np.ndarray | None:
         """What queries [X, Q] must not see of the longest row's keys."""
         hidden = np.arange(self._longest) > last_key[:, :, None]  # [X, Q, keys]
         if not hidden.any():
             return None
-        values = np.where(hidden, np.float32(-np.inf), np.float32(0))
-        return torch.from_numpy(values).to(self._zero.dtype)[:, None, :, None]
+        return np.where(hidden, np.float32(-np.inf), np.float32(0))[:, None, :, None]
 
     # -- once per layer ----------------------------------------------------------------------------------------------
 
@@ -945,68 +972,86 @@ class GroupCopy:
         """Attend with q [T, H, D] over the keys of each token's row -> [T, H * D]. `new` [T, 2K, D] are the step's own
         keys and values, which are in `kv` already; None: an earlier layer of the step has added them to the copy, too.
         `sinks` [H] as in kernels/cpu.py."""
-        copy = self._layers.get(kv.data_ptr())
-        if copy is None:
-            copy = self._layers[kv.data_ptr()] = self._make(kv)
-        if new is not None:
-            if self._joining is not None:
-                self._gather(copy, kv, *self._joining)
-            copy.flat.index_put_((self._written,), new)
-        q = torch.mul(q, scale)  # here, not the scores: there are fewer of them
+        copy = self._with_new(kv, None if new is None else as_array(new))
+        scaled = as_array(q) * np.float32(scale)  # here, not the scores: there are fewer of them
         parts = [
-            self._attend(copy, q, queries, softcap, sinks if shared is None else None, shared is not None)
+            self._attend(copy, scaled, queries, softcap, sinks if shared is None else None, shared is not None)
             for queries in self._queries
         ]
         mixed, totals = zip(*parts, strict=True)
-        results = self._by_token(mixed)
-        if shared is None:
-            return results
-        return shared.add(results, self._by_token(totals), q, kv, softcap, sinks)
+        results = torch.from_numpy(self._by_token(mixed))
+        if shared is not None:
+            found = torch.from_numpy(self._by_token(totals))
+            results = shared.add(results, found, torch.from_numpy(scaled), kv, softcap, sinks)
+        return results if results.dtype == q.dtype else results.to(q.dtype)
 
-    def _by_token(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def next_tokens(self, kv: torch.Tensor, q: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """Do `attention`, where `has_next_tokens`: scaled q [T, H, D] and new [T, 2K, D] -> [T, H * D]."""
+        copy = self._with_new(kv, new)
+        mask = self._queries[0].mask
+        scores = products_with_keys(q.reshape(len(copy.keys), -1, q.shape[2]), copy.keys[:, : self._longest])
+        if mask is not None:
+            by_row = scores.reshape(len(q), -1, self._longest)
+            by_row += mask.reshape(len(q), 1, -1)
+        weights = torch.softmax(torch.from_numpy(scores), -1).numpy()
+        return products_with_values(weights, copy.values[:, : self._longest]).reshape(len(q), -1)
+
+    def _with_new(self, kv: torch.Tensor, new: np.ndarray | None) -> LayerCopy:
+        """The copy of the layer of `kv`, with what joins in this step and the step's own keys and values."""
+        copy = self._layers.get(kv.data_ptr())
+        if copy is None:
+            copy = self._layers[kv.data_ptr()] = self._make(kv)
+        if new is None:
+            return copy
+        if self._joining is not None:
+            self._gather(copy, kv, *self._joining)
+        copy.flat[self._written] = new
+        return copy
+
+    def _by_token(self, parts: tuple[np.ndarray, ...]) -> np.ndarray:
         """Put what was computed of the queries in the order of the tokens."""
-        results = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return results if self._order is None else results.index_select(0, self._order)
+        results = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return results if self._order is None else results[self._order]
 
     def _attend(
         self,
         copy: LayerCopy,
-        q: torch.Tensor,
+        q: np.ndarray,
         queries: Queries,
         softcap: float | None,
         sinks: torch.Tensor | None,
         has_total: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """[X * Q, H * D] of queries that have been scaled, and with `has_total` the log-sum-exp [X * Q, H] of their
         scores, else nothing."""
-        num_queries, width, head_dim = queries.num_queries, q.shape[1] * q.shape[2], q.shape[2]
-        if queries.places is None:
-            keys, values = copy.keys.narrow(1, 0, self._longest), copy.values.narrow(1, 0, self._longest)
-        else:
-            by_place = copy.flat.view(-1, self._capacity, head_dim).narrow(1, 0, self._longest)
-            keys, values = by_place.index_select(0, queries.places).chunk(2)
+        num_queries, (_, num_heads, head_dim) = queries.num_queries, q.shape
+        keys, values = copy.keys, copy.values
+        if queries.places is not None:
+            keys, values = np.split(copy.by_place[queries.places, : self._longest], 2)
         if queries.tokens is not None:
-            q = q.index_select(0, queries.tokens)
-        by_head = q.view(-1, num_queries, self._num_kv_heads, width // head_dim // self._num_kv_heads, head_dim)
+            q = q[queries.tokens]
+        by_head = q.reshape(-1, num_queries, self._num_kv_heads, num_heads // self._num_kv_heads, head_dim)
         if num_queries > 1:
-            by_head = by_head.transpose(1, 2)
+            by_head = by_head.transpose(0, 2, 1, 3, 4)
         by_head = by_head.reshape(keys.shape[0], -1, head_dim)
-        scores = torch.bmm(by_head, keys.transpose(1, 2))
+        scores = products_with_keys(by_head, keys[:, : self._longest])
+        found = torch.from_numpy(scores)
         if softcap is not None:
-            scores.div_(softcap).tanh_().mul_(softcap)
+            found.div_(softcap).tanh_().mul_(softcap)
         if queries.mask is not None:
-            scores.view(len(queries.mask), self._num_kv_heads, num_queries, -1, self._longest).add_(queries.mask)
-        weights = torch.softmax(scores, -1)
-        mixed = torch.bmm(weights, values)
+            by_query = scores.reshape(len(queries.mask), self._num_kv_heads, num_queries, -1, self._longest)
+            by_query += queries.mask
+        weights = torch.softmax(found, -1)
+        mixed = products_with_values(weights.numpy(), values[:, : self._longest])
         if sinks is not None:
-            mixed = without_sinks(mixed, scores, sinks, self._num_kv_heads)
-        total = self._by_query(logsumexp_of(scores, weights), num_queries) if has_total else self._zero
+            without_sinks(torch.from_numpy(mixed), found, sinks, self._num_kv_heads)
+        total = self._by_query(logsumexp_of(found, weights).numpy(), num_queries) if has_total else _NO_TOTAL
         return self._by_query(mixed, num_queries), total
 
-    def _by_query(self, found: torch.Tensor, num_queries: int) -> torch.Tensor:
+    def _by_query(self, found: np.ndarray, num_queries: int) -> np.ndarray:
         """[X * K, Q * H / K, ..] -> [X * Q, H * ..]."""
-        found = found.view(-1, self._num_kv_heads, num_queries, found.numel() // len(found) // num_queries)
-        return found.transpose(1, 2).reshape(-1, self._num_kv_heads * found.shape[3])
+        found = found.reshape(-1, self._num_kv_heads, num_queries, found.size // len(found) // num_queries)
+        return found.transpose(0, 2, 1, 3).reshape(-1, self._num_kv_heads * found.shape[3])
 
     def _make(self, kv: torch.Tensor) -> LayerCopy:
         """Places full of zeros: what is hidden is multiplied by 0, which must give 0."""
@@ -1014,23 +1059,27 @@ class GroupCopy:
         size = int(np.prod(shape))
         storage = self._storage.get(kv.data_ptr())
         if storage is None or len(storage) < size:
-            storage = self._storage[kv.data_ptr()] = torch.empty(size, dtype=kv.dtype)
-        both = storage[:size].zero_().view(shape)
-        return LayerCopy(both.view(-1, shape[3]), both[0], both[1])
+            storage = self._storage[kv.data_ptr()] = np.empty(size, dtype=np.float32)
+        both = storage[:size].reshape(shape)
+        both.fill(0.0)
+        return LayerCopy(both.reshape(-1, shape[3]), both.reshape(-1, *shape[2:]), both[0], both[1])
 
     def _gather(
-        self, copy: LayerCopy, kv: torch.Tensor, places: torch.Tensor, sources: torch.Tensor, hidden: torch.Tensor
+        self, copy: LayerCopy, kv: torch.Tensor, places: np.ndarray, sources: torch.Tensor, hidden: np.ndarray
     ) -> None:
         """Fill places from the paged cache, with zeros behind each row's last token: what a request before left there
         may be no number."""
         block_size, head_dim = kv.shape[3:]
-        found = kv.view(-1, block_size * head_dim).index_select(0, sources)
-        found = found.view(2, len(places), self._num_kv_heads, -1, head_dim)
-        found.masked_fill_(hidden.view(1, len(places), 1, -1, 1), 0.0)
-        both = copy.flat.view(2, len(self._slots), self._num_kv_heads, self._capacity, head_dim)
+        found = as_array(kv.view(-1, block_size * head_dim).index_select(0, sources))
+        found = found.reshape(2, len(places), self._num_kv_heads, -1, head_dim)
+        np.copyto(found, 0.0, where=hidden[None, :, None, :, None])
+        both = copy.flat.reshape(2, len(self._slots), self._num_kv_heads, self._capacity, head_dim)
         filled = min(self._capacity, found.shape[3])
         both[:, places, :, :filled] = found[:, :, :, :filled]
         both[:, places, :, filled:] = 0.0
+
+
+_NO_TOTAL = np.zeros(0, dtype=np.float32)
 
 
 def _in_order(indices: np.ndarray) -> bool:

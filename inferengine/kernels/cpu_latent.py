@@ -34,6 +34,7 @@ from inferengine.kernels.cpu import (
     number_type,
     plan_tiles,
     stored,
+    write_rows,
 )
 from inferengine.kernels.reference.ops import rms_norm
 
@@ -97,9 +98,9 @@ def latent_attention(
     latents[:, rank:] = _rotated(new[:, None, rank:], plan, cos_sin, batch.positions)[:, 0]
     if kv.dtype == FP8:
         codes = latents.div_(kv_scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
-        kv.view(torch.uint8).view(-1, width).index_put_((plan.written,), codes.unsqueeze(1))
+        write_rows(kv, plan.written, codes.unsqueeze(1))
     else:
-        kv.view(-1, width).index_put_((plan.written,), latents.to(kv.dtype).unsqueeze(1))
+        write_rows(kv, plan.written, latents.to(kv.dtype).unsqueeze(1))
     if plan.latent_parts is None:
         plan.latent_parts = _plan_parts(plan, batch, group, weights, kv)
     queries = q.view(num_tokens, num_heads, -1)

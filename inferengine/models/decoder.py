@@ -33,6 +33,7 @@ class DecoderModel(nn.Module):
     head: Head
     can_be_captured = True  # as CUDA graphs
     plans_attention = False  # by itself: it does not read `batch.plans`
+    can_keep = False  # it returns the states of `batch.kept_tokens` alone
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[T] ids -> residual stream [T, E]."""

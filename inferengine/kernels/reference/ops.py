@@ -23,8 +23,8 @@ from torch.nn import functional
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root mean square norm of the last dimension, in fp32 (Zhang and Sennrich 2019). x [..., E], weight [E]."""
-    if x.numel() == x.shape[-1] and x.is_cpu and x.dtype == torch.float32 and eps > 0:
-        return _rms_norm_of_one(x, weight, eps)
+    if x.dtype == torch.float32 and x.is_cpu and x.numel() <= FEW_ROWS * x.shape[-1]:
+        return torch.from_numpy(rms_norm_of_few(x.numpy(), weight.numpy(), eps))
     wide = x if x.dtype == torch.float32 else x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.addcmul(_constant(eps, wide.device), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
@@ -32,14 +32,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (normed if x.dtype == torch.float32 else normed.to(x.dtype)).mul_(weight)
 
 
-def _rms_norm_of_one(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Of a single row on the CPU: its scale as a Python number takes two operations fewer."""
-    row = x.reshape(-1)
-    scale = (torch.dot(row, row).item() / len(row) + eps) ** -0.5
-    return torch.addcmul(_ZERO, x, weight, value=scale)
+FEW_ROWS = 16  # up to which numpy, whose calls cost less, is faster
 
 
-_ZERO = torch.zeros(())
+def rms_norm_of_few(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """Do `rms_norm` by numpy, which warns of what is no number: callers say whether it may."""
+    scale = np.vecdot(x, x)
+    scale *= np.float32(1.0 / x.shape[-1])
+    scale += np.float32(eps)
+    np.sqrt(scale, out=scale)
+    normed: np.ndarray = x / scale[..., None]
+    normed *= weight
+    return normed
 
 
 @functools.cache
@@ -90,9 +94,9 @@ def pack_linear(weight: torch.Tensor) -> Any:
 
 def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, in] @ weight[out, in].T + bias, for a weight as `pack_linear` left it."""
-    if not isinstance(weight, torch.Tensor):
+    if is_half(weight):
         with _PLAIN_CALL():
-            out = _half_linear(x, weight)
+            out = half_linear(x, weight)
         return out if bias is None else out.add_(bias)
     if weight.is_mkldnn:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -102,8 +106,13 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
 
 # The operator without the detour through torch.ops, nor asking the packed weight, at the price of a C++ exception,
 # whether it overrides torch functions: 4 us a call in place of 38, 25 times a step of the embedded model.
-_half_linear: Callable[..., torch.Tensor] = torch.ops.quantized.linear_dynamic_fp16.default._op
+half_linear: Callable[..., torch.Tensor] = torch.ops.quantized.linear_dynamic_fp16.default._op
 _PLAIN_CALL = torch._C.DisableTorchFunctionSubclass
+
+
+def is_half(packed: Any) -> bool:
+    """Return whether a weight that `pack_linear` left is FBGEMM's, for `half_linear`."""
+    return not isinstance(packed, torch.Tensor)
 
 
 HALF_MAX = 65504.0
