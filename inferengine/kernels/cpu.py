@@ -831,6 +831,9 @@ class GroupCopy:
         if num_rows == len(self._slots) == 1 and shared is None and self._advance_alone(columns):
             self.has_next_tokens = self.num_tokens == 1
             return
+        if shared is None and self._advance_all(columns, num_rows):
+            self.has_next_tokens = True
+            return
         slots, starts, lengths = columns.row_slot[:num_rows], columns.row_start[:num_rows], columns.row_len[:num_rows]
         offsets = np.zeros(num_rows, dtype=np.int64) if shared is None else shared.offsets
         self.num_tokens = int(columns.query_start[num_rows])
@@ -867,6 +870,24 @@ class GroupCopy:
         hidden = np.zeros((1, 1, count, 1, start + count), dtype=np.float32)
         hidden[0, 0, :, 0, start:] = np.triu(np.full((count, count), -np.inf, dtype=np.float32), 1)
         self._queries = [Queries(count, None, None, hidden)]
+        return True
+
+    def _advance_all(self, columns: StepColumns, num_rows: int) -> bool:
+        """As `advance` for the next token of each place, in their order; False where it is not that simple."""
+        starts = columns.row_start[:num_rows]
+        if columns.query_start[num_rows] != len(self._slots) or num_rows != len(self._slots):
+            return False
+        if (
+            (columns.row_slot[:num_rows] != self._slots).any()
+            or (starts > self._num_known).any()
+            or self._offsets.any()
+        ):
+            return False
+        self.num_tokens, self._joining, self._order = num_rows, None, None
+        self._longest = int(starts.max()) + 1
+        np.add(starts, 1, out=self._num_known)
+        self._written = self._first + starts[:, None]
+        self._queries = [Queries(1, None, None, self._mask(starts[:, None]))]
         return True
 
     def _places_of(self, slots: np.ndarray) -> np.ndarray:

@@ -37,6 +37,11 @@ FEW_ROWS = 16  # up to which numpy, whose calls cost less, is faster
 
 def rms_norm_of_few(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """Do `rms_norm` by numpy, which warns of what is no number: callers say whether it may."""
+    if x.size == x.shape[-1] and eps > 0:  # a single row: its scale is a Python number
+        row = x.reshape(-1)
+        alone: np.ndarray = x * np.float32((float(row.dot(row)) / len(row) + eps) ** -0.5)
+        alone *= weight
+        return alone
     scale = np.vecdot(x, x)
     scale *= np.float32(1.0 / x.shape[-1])
     scale += np.float32(eps)
@@ -450,6 +455,24 @@ def philox_by_numpy(seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.
     them, a fifth of the time of a step of one sampled row. numpy's calls cost a third of that, in place, and its
     unsigned words need no masks after shifts.
     """
+    num_rows, num_blocks = max(len(seeds), len(blocks)), blocks.shape[1]
+    words = np.empty((num_rows, num_blocks, 4), dtype=np.float32)
+    columns = max(1, min(num_blocks, BLOCKS_AT_ONCE))
+    rows = BLOCKS_AT_ONCE // columns
+    for row in range(0, num_rows, rows):
+        some = slice(row, row + rows)
+        of_rows = blocks if len(blocks) == 1 else blocks[some]
+        for column in range(0, num_blocks, columns):
+            part = slice(column, column + columns)
+            _philox_words(seeds[some], positions[some], of_rows[:, part], words[some, part])
+    return words
+
+
+BLOCKS_AT_ONCE = 1 << 13  # of Philox: as many as a core's second cache holds with what is computed of them
+
+
+def _philox_words(seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor, words: np.ndarray) -> None:
+    """Do `philox_by_numpy` for a part of the words."""
     seed = seeds.numpy().view(np.uint64)
     key0, key1 = (seed & _LOW)[:, None], (seed >> _HALF)[:, None]
     c0, c1 = blocks.numpy().astype(np.uint64), positions.numpy().astype(np.uint64)[:, None]
@@ -471,10 +494,8 @@ def philox_by_numpy(seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.
             c0, c2 = (product1 >> _HALF) ^ c1 ^ key0, (product0 >> _HALF) ^ c3 ^ key1
             c1, c3 = product1 & _LOW, product0 & _LOW
         key0, key1 = (key0 + _WEYL[0]) & _LOW, (key1 + _WEYL[1]) & _LOW
-    words = np.empty((*full, 4), dtype=np.float32)
     for index, word in enumerate((c0, c1, c2, c3)):
         words[..., index] = word
-    return words
 
 
 def _penalize(scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor) -> None:
