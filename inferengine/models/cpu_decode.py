@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from inferengine.kernels.batch import Batch
+from inferengine.kernels.batch import USUAL_KEYS, Batch
 from inferengine.kernels.cpu import AttentionPlan, GroupCopy
 from inferengine.kernels.cpu_products import MOST_THREADS
 from inferengine.kernels.reference import ops
@@ -82,11 +82,11 @@ def _is_plain(layer: LlamaLayer) -> bool:
     """Whether nothing of a layer has been replaced, as where ranks share the model."""
     attention, mlp = layer.attention, layer.mlp
     norms = layer.attention_norm, layer.mlp_norm
-    if (
-        type(attention) is not Attention
-        or type(mlp) is not GatedMLP
-        or any(type(norm) is not RMSNorm for norm in norms)
-    ):
+    if type(attention) is not Attention or type(mlp) is not GatedMLP:
+        return False
+    if any(type(norm) is not RMSNorm for norm in norms) or attention.new_keys != USUAL_KEYS:
+        return False
+    if layer.output_scale is not None:
         return False
     return all(type(linear) is Linear for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down))
 
