@@ -203,6 +203,9 @@ class TorchExecutor:
         """Launch one step. On a CPU it is computed when this returns."""
         if self.threads is not None:
             self.threads.prepare(plan.num_tokens)
+        # First: a remote engine may have sent the next step already, which runs although this one fails. Its rows must
+        # not write into blocks of whoever had their slots before.
+        self.slots.apply_blocks(plan.block_updates)
         self.kv.copy_blocks(plan)
         if self.draft is not None:
             self.draft.begin(plan)
@@ -210,7 +213,6 @@ class TorchExecutor:
         if self.adapters is not None:
             for item in plan.admitted:
                 self.adapters.bank.admit(item.slot, item.adapter)
-        self.slots.apply_blocks(plan.block_updates)
         if self.graphs is not None:
             self.graphs.begin(plan)
         self.slots.write_tokens(plan.token_writes)

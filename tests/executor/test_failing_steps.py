@@ -58,6 +58,30 @@ def test_the_others_give_what_they_give_without_it(folder: Any, budget: int) -> 
     assert engine.core.scheduler.snapshot().num_blocks_held == 0
 
 
+def test_a_step_that_fails_at_an_admission_leaves_its_rows_their_own_blocks(folder: Any) -> None:
+    """On a remote device the next step may be on its way, and runs: it must not write into blocks of others."""
+    engine = Engine(folder, budget=200)
+    engine.core._on_failure = None
+    engine.submit(PROMPTS[0], 3)
+    engine.run()
+    slots, execute, plans = engine.executor.slots, engine.executor.execute, []
+
+    def refuse(admitted: list[Any]) -> None:
+        if admitted:
+            raise RuntimeError("no memory for it")
+
+    def kept(plan: Any) -> Any:
+        plans.append(plan)
+        return execute(plan)
+
+    slots.admit, engine.executor.execute = refuse, kept
+    engine.submit(PROMPTS[2], 3)
+    engine.step()
+    assert engine.core.num_failed_steps == 1
+    (update,) = plans[0].block_updates
+    assert slots.block_tables[0][update.slots, update.indices].tolist() == update.block_ids
+
+
 @contextmanager
 def hiccups(ops: Any, *, every: int) -> Iterator[None]:
     """One of so many calls of the operations that a step is made of raises."""
