@@ -164,6 +164,7 @@ def measure(shape: str | None, arguments: argparse.Namespace, flags: dict[str, s
             model = [checkpoint(shape, Path(scratch), dummy=flags.get("model.load_format") == "dummy")]
         words = [*model, *(word for key, value in flags.items() for word in (f"--{key}", value))]
         environment = {**os.environ, **(kept_in(kept) if arguments.fresh else {})}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
         starts = [start_engine(words, environment) for _ in range(arguments.runs)]
         ups = [] if arguments.engine_only else [start_up(words, environment) for _ in range(arguments.runs)]
     return {

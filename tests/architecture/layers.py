@@ -122,6 +122,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
 }
 HEAVY = {"torch", "triton", "transformers"}
+# What no process imports before it is READY: what needs them imports them where it is used.
+LATE = {
+    *("transformers", "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "sympy", "scipy"),
+    *("onnxruntime", "onnx", "grpc", "opentelemetry", "llguidance", "ray", "pandas", "matplotlib", "PIL"),
+    *("aiohttp", "httpx", "requests", "huggingface_hub", "openai", "numpy.testing", "numpy.f2py", "pytest"),
+}
+LATE_IN_FRONT_ENDS = {*LATE, *HEAVY, "numpy", "safetensors"}
 LIGHT_PARTS = (
     "inferengine.errors",
     "inferengine.config",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture import rules
-from tests.architecture.layers import HEAVY
+from tests.architecture.layers import LATE, LATE_IN_FRONT_ENDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = rules.read_tree(ROOT, "inferengine", "frontends")
@@ -78,13 +78,40 @@ def test_every_test_can_fail() -> None:
     ],
 )
 def test_light_processes_really_load_no_heavy_library(module: str) -> None:
-    program = f"import sys, {module}\nprint(sorted(set(sys.modules) & {HEAVY!r}))\nprint('zmq' in sys.modules)"
+    program = (
+        f"import sys, {module}\nprint(sorted(set(sys.modules) & {LATE_IN_FRONT_ENDS!r}))\nprint('zmq' in sys.modules)"
+    )
     loaded, zmq = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout.splitlines()
     assert loaded == "[]"
     if module in ("inferengine.cli", "inferengine.cli.up"):
         assert zmq == "False"
+
+
+# `inferengine engine` with the embedded model until it is READY; then what an engine on a card imports besides.
+ENGINE = f"""
+import importlib, os, sys
+from inferengine.cli.main import main
+from inferengine.engine.service import EngineService
+
+def on_ready(service):
+    print(sorted(set(sys.modules) & {LATE | {"triton"}!r}))
+    for module in ("kernels.cuda.table", "kernels.cuda.tuning.search", "quantization.cuda", "executor.parallel.ranks"):
+        importlib.import_module("inferengine." + module)
+    print(sorted(set(sys.modules) & {LATE!r}), flush=True)
+    os._exit(0)
+
+EngineService._on_ready = on_ready
+main(["engine", "--wire.socket", "ipc://" + sys.argv[1]])
+"""
+
+
+def test_an_engine_imports_nothing_late_before_it_is_ready(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE, str(tmp_path / "engine.sock")], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout.splitlines() == ["[]", "[]"], done.stderr
 
 
 def test_a_draw_imports_nothing_that_takes_seconds() -> None:

@@ -353,13 +353,15 @@ def build_driver() -> None:
 
 
 @functools.cache
-def ask_assembler(target: tuple[str, int, int]) -> None:
-    """Have Triton run the assembler of this target for its version, which is part of the cache's keys, and keep it for
-    all children."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler.compiler import make_backend
-
+def prepare(module: str, target: tuple[str, int, int]) -> None:
+    """Do once what every child would do: import the kernel's module, and ask the assembler of this target for its
+    version, which is part of the cache's keys."""
     with contextlib.suppress(Exception):  # the child meets the same error, and who asked reports it
+        importlib.import_module(module)
+    with contextlib.suppress(Exception):
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler.compiler import make_backend
+
         backend = make_backend(GPUTarget(*target))
         backend.hash()
         backend.parse_options({}).hash()  # of the library of functions
@@ -380,7 +382,7 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     for line in sys.stdin:
         number, *job = ast.literal_eval(line)
-        ask_assembler(job[-1])
+        prepare(job[0], job[-1])
         if os.fork():
             continue
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the compiler waits for the assembler
