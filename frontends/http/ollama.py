@@ -35,7 +35,8 @@ from frontends.common.json import dumps, quote, read_fields, read_token_ids
 from frontends.common.model import ServedModel
 from frontends.http.anthropic import tool_input
 from frontends.http.bodies import SAMPLING, read_json, read_options, read_params
-from frontends.http.openai.completions import chat_logprobs_object, prompt_names, read_chat
+from frontends.http.openai.completion_formats import chat_logprobs_object
+from frontends.http.openai.completions import prompt_names, read_chat
 from frontends.http.openai.embeddings import embedding_inputs
 from frontends.http.respond import EventStream, EventTemplate, JsonBytes, RouteHandler
 from frontends.http.routes.tokenize import MAX_TOKENS

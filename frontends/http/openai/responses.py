@@ -27,7 +27,8 @@ from frontends.common.errors import error_object, flatten_tool_field, rename_fie
 from frontends.common.generation import ChoiceOutput, Output, Piece, RequestOutput, Usage, draft_token_counts
 from frontends.common.json import event, read_fields
 from frontends.http.bodies import SAMPLING, ResponsesFields, check_model, read_json
-from frontends.http.openai.completions import ChatRequest, chat_logprobs, read_chat
+from frontends.http.openai.completion_formats import chat_logprobs
+from frontends.http.openai.completions import ChatRequest, read_chat
 from frontends.http.openai.conversations import conversation_of
 from frontends.http.openai.response_store import EventLog, ResponseStore, StoredResponse, read_events
 from frontends.http.openai.responses_input import (

@@ -29,7 +29,8 @@ from frontends.http.bodies import (
     read_options,
     read_params,
 )
-from frontends.http.openai.completions import read_prompts, usage_object
+from frontends.http.openai.completion_formats import usage_object
+from frontends.http.openai.completions import read_prompts
 from frontends.http.respond import JsonBytes, answer
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
