@@ -298,6 +298,27 @@ def test_a_request_whose_answer_was_lost_with_its_reader_begins_again(connect: C
         check_idle(engine)
 
 
+@pytest.mark.parametrize("max_tenant_requests", [0, 1])
+def test_it_begins_again_also_while_the_first_run_is_still_being_cancelled(
+    connect: Connect, max_tenant_requests: int
+) -> None:
+    """A step that takes long leaves much time for a client to come back in."""
+    with run_held(scheduler={"max_tenant_requests": max_tenant_requests}) as (engine, device):
+        client = connect(engine)
+        message = client.submit(1, max_tokens=20, params={"seed": 5}, tenant="team")
+        wait_until(lambda: engine.core is not None and bool(engine.core.scheduler.running))
+        client.send(Bye())
+        wait_until(lambda: engine.io.publisher.submissions[message.id].abandoned)
+        again = connect(engine)
+        again.submit(9, id=message.id, max_tokens=20, params={"seed": 5}, tenant="team")
+        again.settle()
+        device.let()
+        collected = again.collect({9})
+        assert not collected.rejects
+        assert (len(collected.tokens[9]), collected.done[9][0].reason) == (20, "length")
+        check_idle(engine)
+
+
 def test_a_grammar_that_nobody_waits_for_is_taken_no_further() -> None:
     """It would hold up those of others."""
     taken: list[int] = []

@@ -396,8 +396,8 @@ class Intake:
     def submit(self, connection: Connection, message: Submit, now: float) -> None:
         """Handle SUBMIT: answer by ACCEPT or REJECT. An id that is known already is attached to."""
         known = self._publisher.submissions.get(message.id)
-        if known is not None and known.abandoned and (message.resume is not None or known.was_cut):
-            if not known.ended:
+        if known is not None and known.abandoned and (message.resume is not None or known.was_cut or not known.ended):
+            if not known.ended and message.resume is not None:
                 text = "The request is being cancelled, because its reader was lost: send it again."
                 self._reject(
                     connection, message, InferEngineError("overloaded", text, retry_after_s=ENDING_RETRY_S), now
@@ -676,7 +676,8 @@ class Intake:
                 max_tenant_requests=0,
             )
         if limits.max_tenant_requests:
-            tenant_requests = sum(log.submission.tenant == submission.tenant for log in self._publisher.open_logs())
+            submissions = (log.submission for log in self._publisher.open_logs())
+            tenant_requests = sum(each.tenant == submission.tenant and not each.abandoned for each in submissions)
         admit(
             num_prompt,
             submission.params.n,
