@@ -19,9 +19,13 @@ from inferengine.kernels.reference import ops as reference_fused
 from inferengine.layers.linear import Linear
 from inferengine.models.layer_kinds import covering, kind, one_layer_of_each_kind
 from tests.executor.engine import Engine
-from tests.models.checkpoints import make_model, save
+from tests.models.checkpoints import SHAPES, make_model, model_of, save
 
 S, F = "sliding_attention", "full_attention"
+GEMMA4 = {
+    **SHAPES, "num_hidden_layers": 10, "sliding_window": 12, "global_head_dim": 16, "num_kv_shared_layers": 4,
+    "layer_types": [S, S, F] * 3 + [F], "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 301,
+}  # fmt: skip
 # name of a checkpoint -> (its changes, the layers that are kept)
 CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "llama": ({"num_hidden_layers": 8}, [0, 1, 7]),  # the last hands no norm on
@@ -29,12 +33,15 @@ CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "qwen2-mixed-window": ({"num_hidden_layers": 8, "max_window_layers": 3}, [0, 1, 3, 4, 7]),
     "mistral-window": ({"num_hidden_layers": 8}, [0, 1, 7]),
     "gemma3": ({"num_hidden_layers": 10, "layer_types": [S, S, F] * 3 + [S]}, [0, 1, 2, 3]),
+    "gemma4": (GEMMA4, [0, 1, 2, 3, 5, 6, 7, 8, 9]),  # layers 6 to 9 read the keys of layers before them
     "gpt2": ({"n_layer": 6}, [0, 1]),
 }
 
 
 def engine(tmp_path: Path, name: str, **options: Any) -> Engine:
-    return Engine(save(make_model(name, **CASES[name][0]), tmp_path / name), **options)
+    changes = CASES[name][0]
+    model = model_of("Gemma4TextConfig", changes) if name == "gemma4" else make_model(name, **changes)
+    return Engine(save(model, tmp_path / name), **options)
 
 
 class Calls:
