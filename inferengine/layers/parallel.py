@@ -27,6 +27,7 @@ from inferengine.layers.norm import Norm, RMSNorm
 
 KEY = "engine.tensor_parallel"
 UNITS = (128, 64, 32, 16, 8, 4, 2, 1)  # of a feed-forward block's width: groups of quantized weights stay whole
+ANY_WINDOW = 1  # of layers that are not those with full attention, where these differ
 VOCABULARY_UNIT = 16  # rows of the head: logits of each rank begin at multiples of it
 
 
@@ -129,9 +130,10 @@ class Shard(NamedTuple):
         end = begin + each + (self.rank < more)
         return DimensionRange(min(begin * unit, whole), min(end * unit, whole), whole)
 
-    def heads(self, config: DecoderConfig) -> tuple[DimensionRange, DimensionRange]:
-        """This rank's query heads and KV heads. Raises ConfigError where some rank would have no query head."""
-        queries, keys, size = config.num_heads, config.num_kv_heads, self.size
+    def heads(self, config: DecoderConfig, window: int | None = ANY_WINDOW) -> tuple[DimensionRange, DimensionRange]:
+        """This rank's query heads and KV heads, in layers with this window. Raises ConfigError where some rank would
+        have no query head."""
+        queries, keys, size = config.num_heads, config.kv_shape(window).num_heads, self.size
         each = queries // keys
         if keys >= size:
             span = self.span(keys)
@@ -178,16 +180,25 @@ class Shard(NamedTuple):
             return config
         if config.implementation != "native":
             raise ConfigError(KEY, f"the modules of {config.implementation} are not divided: set it to 1")
-        if config.value_norm or config.full_kv is not None or config.layer_inputs is not None:
-            raise ConfigError(KEY, f"the layers of {config.model_type} are not divided: set it to 1")
         queries, keys = self.heads(config)
-        moe = config.moe
+        full_kv, moe = config.full_kv, config.moe
+        if full_kv is not None:
+            full_kv = full_kv._replace(num_heads=self.heads(config, None)[1].size)
+            ranks = [Shard(rank, self.size) for rank in range(self.size)]
+            if any(rank.heads(config)[0] != rank.heads(config, None)[0] for rank in ranks):
+                raise ConfigError(KEY, f"the KV heads of some layers divide the heads of {config.model_type} otherwise")
         if moe is not None:
             experts = self.experts(moe)
             shared = self.width_of(moe.shared_size).size if moe.shared_size else 0
             moe = dataclasses.replace(moe, held=(experts.begin, experts.size), shared_size=shared)
         return dataclasses.replace(
-            config, num_heads=queries.size, num_kv_heads=keys.size, intermediate_size=self.width(config).size, moe=moe
+            config,
+            num_heads=queries.size,
+            num_kv_heads=keys.size,
+            full_kv=full_kv,
+            intermediate_size=self.width(config).size,
+            intermediate_sizes=tuple(self.width_of(width).size for width in config.intermediate_sizes),
+            moe=moe,
         )
 
 

@@ -35,14 +35,18 @@ def divide(model: DecoderModel, config: DecoderConfig, shard: Shard, communicato
         return
     if not isinstance(model, Llama):
         raise ConfigError(KEY, f"{config.model_type} is not built of the shared decoder: it runs on one device")
-    queries, keys = (span.times(config.head_dim) for span in shard.heads(config))
     width = shard.width(config)
+    widths = {
+        id(layer.mlp): shard.width_of(config.intermediate_size_of(index)) for index, layer in enumerate(model.layers)
+    }
     mixtures = [module for module in model.modules() if isinstance(module, MoeMLP)]
     for module in list(model.modules()):
         if isinstance(module, Attention):
-            module.qkv.held = LinearPart((queries, keys, keys), is_interleaved=config.qkv_interleaved)
+            module.held, kv_heads = shard.heads(config, module.window)
+            queries, keys = (span.times(module.head_dim) for span in (module.held, kv_heads))
+            parts = (queries, keys, keys)[: len(module.qkv.parts)]
+            module.qkv.held = LinearPart(parts, is_interleaved=config.qkv_interleaved)
             module.out.held = LinearPart(inputs=queries)
-            module.held = shard.heads(config)[0]
             if config.wide_qk_norm == "all_heads":
                 module.q_wide = ParallelRMSNorm(queries, config.norm_eps, communicator)
                 module.k_wide = ParallelRMSNorm(keys, config.norm_eps, communicator)
@@ -53,6 +57,7 @@ def divide(model: DecoderModel, config: DecoderConfig, shard: Shard, communicato
         elif isinstance(module, LatentAttention):
             _divide_latent(module, config, shard.heads(config)[0])
         elif isinstance(module, GatedMLP):
+            width = widths.get(id(module), width)
             module.gate_up.held, module.down.held = LinearPart((width, width)), LinearPart(inputs=width)
         elif isinstance(module, MLP):
             module.up.held, module.down.held = LinearPart((width,)), LinearPart(inputs=width)

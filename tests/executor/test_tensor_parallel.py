@@ -20,6 +20,7 @@ from inferengine.executor.warm_up import CHUNKS
 from inferengine.kernels.ops import REFERENCE
 from inferengine.layers.decoder_config import MoeConfig
 from inferengine.layers.parallel import Cut, DimensionRange, LinearPart, Shard, summed
+from inferengine.models import registry
 from inferengine.quantization.schemes import fp8_blocks, int4_groups
 from inferengine.quantization.weight import Block, cut, dequantize
 from tests.core.builders import ThirdsGrammar
@@ -43,6 +44,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe, dense layers": CASES["qwen3-moe"][:2],
     "granite-moe": CASES["granite-moe"][:2],
     "gpt-oss": CASES["gpt-oss"][:2],
+    "gemma4, layers that share keys": CASES["gemma4-e2b, layers that share keys"][:2],
+    "gemma4, fewer KV heads in some layers": CASES["gemma4-26b, experts beside a block"][:2],
     "deepseek-v2, a rank of queries": CASES["deepseek-v2"][:2],
     "deepseek-v3, no rank of queries": MORE["deepseek-v3, halves, no query rank"][:2],
 }
@@ -243,6 +246,14 @@ def test_what_does_not_divide_is_refused_by_its_key() -> None:
     with pytest.raises(ConfigError, match="do not divide") as caught:
         Shard(0, 8).divide(_config(4, 2))
     assert caught.value.field == "engine.tensor_parallel"
+
+
+def test_layers_that_would_divide_the_heads_otherwise_are_refused() -> None:
+    values = {"model_type": "gemma4_text", "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 3,
+              "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}  # fmt: skip
+    config = registry.config_of(values, registry.family(values))
+    with pytest.raises(ConfigError, match="the KV heads of some layers divide the heads of gemma4_text otherwise"):
+        Shard(0, 2).divide(config)
 
 
 def test_fewer_experts_than_ranks_are_refused() -> None:

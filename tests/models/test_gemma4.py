@@ -19,7 +19,6 @@ from inferengine.executor.settings import executor_settings
 from inferengine.executor.tools.roofline import model_work
 from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig, KVShape
-from inferengine.layers.parallel import Shard
 from inferengine.layers.rotary import inverse_frequencies
 from inferengine.models import registry
 from tests.executor.engine import Engine
@@ -110,10 +109,9 @@ def test_what_is_not_computed_is_refused_by_name(values, words):
         config_of(**values)
 
 
-@pytest.mark.parametrize("refuses", [require_supported, Shard(0, 2).divide], ids=["onnx", "tensor_parallel"])
-def test_what_cannot_compute_it_says_so(refuses):
-    with pytest.raises(ConfigError, match="layers of"):
-        refuses(config_of())
+def test_onnx_says_that_it_cannot_compute_it():
+    with pytest.raises(ConfigError, match="onnx cannot compute the layers of Gemma 4"):
+        require_supported(config_of())
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ def roofline_of(
 def sent_bytes_per_token(config: DecoderConfig, ranks: int, dtype: torch.dtype) -> float:
     """Count what a rank sends the others for each token of a step: a sum for the embedding, and one for each block of
     each layer. A sum takes at least 2 (n - 1) / n of its bytes (Patarasuk and Yuan, 2009)."""
-    sums = 1 + 2 * config.num_layers
+    blocks = 3 if config.moe is not None and config.moe.beside_dense else 2
+    sums = 1 + blocks * config.num_layers
     return sums * config.hidden_size * dtype.itemsize * 2.0 * (ranks - 1) / ranks
 
 
