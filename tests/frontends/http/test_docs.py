@@ -26,8 +26,10 @@ def test_the_page_has_lines_to_try() -> None:
 @pytest.mark.parametrize("line", CURL_LINES)
 def test_a_curl_line_works(served: House, line: str) -> None:
     served.engine.admin["stats"] = {"running": True}
-    command = shlex.split(line.replace("http://127.0.0.1:8000", served.front.url).replace('"embedded"', '"tiny"'))
-    ended = subprocess.run([*command, "--fail", "--max-time", "60"], capture_output=True, text=True, timeout=90)
+    line = line.replace("http://127.0.0.1:8000", served.front.url).replace('"inferengine-embedded"', '"tiny"')
+    ended = subprocess.run(
+        [*shlex.split(line), "--fail", "--max-time", "60"], capture_output=True, text=True, timeout=90
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout
     assert not ended.stdout.startswith('{"error":')
