@@ -28,6 +28,7 @@ ANTHROPIC_ERRORS = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    499: "api_error",  # cancelled by an operator: a client that is gone reads no error
     503: "overloaded_error",
     504: "timeout_error",
 }

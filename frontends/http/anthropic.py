@@ -282,7 +282,9 @@ class MessagesFormat:
         return None
 
     def end(self, generation: RequestOutput) -> bytes:
-        """Write `message_delta` with the stop reason and usage, then `message_stop`."""
+        """Write `message_delta` with the stop reason and usage, then `message_stop`; or that it was cancelled."""
+        if self._last is not None and self._last.finish_reason == "abort":
+            return self.failure(_cancelled())
         reason, sequence = _stop(self._last, self._reader.num_calls)
         delta = {"stop_reason": reason, "stop_sequence": sequence, **NEVER}
         return _event("message_delta", delta=delta, usage=_usage(generation.usage())) + _event("message_stop")
@@ -292,8 +294,11 @@ class MessagesFormat:
         return event(anthropic_error(error.http_status, sentence(error)), "error")
 
     def document(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """Return the whole message object with its thinking, text and tool_use blocks."""
+        """Return the whole message object with its thinking, text and tool_use blocks. Raises the error of a cancelled
+        answer."""
         (output,) = outputs
+        if output.finish_reason == "abort":
+            raise _cancelled()
         message = self._reader.read(output.text, cut=output.is_cut)
         blocks: list[dict[str, Any]] = []
         if message.reasoning:
@@ -351,6 +356,11 @@ class MessagesFormat:
 
 def _event(kind: str, **values: Any) -> bytes:
     return event({"type": kind, **values}, kind)
+
+
+def _cancelled() -> InferEngineError:
+    """Return the error of an answer that was cancelled: no `stop_reason` says that it was cut."""
+    return InferEngineError("cancelled", "The answer was cancelled before it was complete.")
 
 
 def _stop(last: Piece | None, num_calls: int) -> tuple[str | None, str | None]:

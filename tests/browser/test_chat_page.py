@@ -43,6 +43,7 @@ def test_stop_keeps_the_text_so_far_and_frees_the_engine(open_page, engine, way)
     (text,) = answers(page)
     assert LONG.startswith(text)
     assert "stopped" in page.inner_text(".figures-line")
+    assert page.inner_text("#live") == "Answer stopped."
     assert engine.num_running == 0
     assert page.get_attribute("#send", "aria-label") == "Send"
 
@@ -69,6 +70,7 @@ def test_parameters_are_sent_and_stored(open_page, engine):
     message = engine.submits[0]
     assert message.params == {"temperature": 0.2, "top_p": 0.5, "top_k": 20, "max_tokens": 12, "seed": 7}
     assert "stopped at the token limit" in page.inner_text(".figures-line")
+    assert page.inner_text("#live") == "The answer reached the token limit."
     reload(page)
     page.click("#open-settings")
     assert page.input_value("#p-system") == "Be brief."

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from frontends.common.json import event
 from inferengine.errors import InferEngineError
 
 logger = logging.getLogger(__name__)
@@ -438,8 +439,8 @@ class EventLog:
         while True:
             changed, events = self._changed, self._events[first:]
             first += len(events)
-            for event in events:
-                yield event
+            for written in events:
+                yield written
             if events and events[-1].startswith(LAST):
                 return
             if self._events and self._events[-1].startswith(LAST) and first >= len(self._events):
@@ -454,20 +455,28 @@ class EventLog:
 
 
 async def read_events(store: ResponseStore, stored: StoredResponse, first: int) -> AsyncIterator[bytes]:
-    """Yield the events of a stored response from number `first` to the last one, whichever worker makes it."""
+    """Yield the events of a stored response from number `first` to the last one, whichever worker makes it.
+
+    Where that worker has died, the last one says that the response has failed.
+    """
     if isinstance(stored.log, EventLog):
-        async for event in stored.log.read(first):
-            yield event
+        async for written in stored.log.read(first):
+            yield written
         return
     idle = 0
     while idle < IDLE_POLLS:
         events = await store.events(stored.name, first)
-        for event in events:
-            yield event
-            if event.startswith(LAST):
+        for written in events:
+            yield written
+            if written.startswith(LAST):
                 return
         first += len(events)
         if not events:
-            unfinished = (await store.get(stored.name[1], stored.tenant)).unfinished
-            idle = 0 if unfinished else idle + 1
+            stored = await store.get(stored.name[1], stored.tenant)
+            idle = 0 if stored.unfinished else idle + 1
             await asyncio.sleep(POLL_S)
+    events = await store.events(stored.name, 0)
+    if not events or not events[-1].startswith(LAST):
+        kind = f"response.{stored.document['status']}"
+        number = max(first, len(events))
+        yield event({"type": kind, "sequence_number": number, "response": stored.document}, kind)

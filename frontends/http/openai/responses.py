@@ -428,9 +428,10 @@ class ResponsesFormat:
 
     def failure(self, error: InferEngineError) -> bytes:
         """Keep the response as failed and write `response.failed`."""
+        parts = self._begin()
+        self._close(parts, "incomplete")
         response = {**self._response, "status": "failed", "output": self._items, "error": failure(error)}
         self._keep(response)
-        parts = self._begin()
         parts.append(self._event("response.failed", response=response))
         return b"".join(parts)
 
@@ -462,7 +463,7 @@ class ResponsesFormat:
             self._add(part, parts)
         if piece.is_last:
             self._finish_reason = piece.finish_reason
-            self._close(parts, "incomplete" if piece.finish_reason == "length" else "completed")
+            self._close(parts, "incomplete" if piece.is_cut else "completed")
 
     def _add(self, part: Part, parts: list[bytes]) -> None:
         match part:

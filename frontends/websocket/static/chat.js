@@ -33,6 +33,8 @@ const EXAMPLES = [
   ["Text to JSON", "Extract the name and city as JSON: My name is Anna and I live in Lisbon."],
 ];
 const FORMAT_NAMES = { json: "JSON", schema: "JSON with a schema", choice: "One of these answers", regex: "Regular expression", grammar: "Grammar" };
+/** What a screen reader is told at an answer's end, by its finish reason. */
+const ENDS = { stop: "Answer complete.", tool_calls: "The model called tools.", length: "The answer reached the token limit.", cancelled: "Answer stopped." };
 const NEAR_END_PX = 80;
 const SEARCH_WAIT_MS = 120;
 const WIDE = matchMedia("(min-width: 1181px)");
@@ -257,8 +259,7 @@ function written(conversation, message) {
 
 function ended(conversation, message) {
   if (conversation !== current) return;
-  const callsTools = message.finishReason === "tool_calls";
-  $("live").textContent = message.failure ? "The answer failed." : callsTools ? "The model called tools." : "Answer complete.";
+  $("live").textContent = message.failure ? "The answer failed." : ENDS[message.finishReason] ?? "The answer ended early.";
 }
 
 // -- composer -------------------------------------------------------------------------------------------------------

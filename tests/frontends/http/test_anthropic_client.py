@@ -71,6 +71,19 @@ def test_stop_reason_says_why_the_message_ended(client: anthropic.Anthropic, ser
     assert message.content[0].text == "one "
 
 
+def test_a_cancelled_answer_is_an_error_and_no_turn_that_ended(client: anthropic.Anthropic, served: House) -> None:
+    """As an operator cancels it: Anthropic has no stop reason for that."""
+    served.script = says("too long", reason="abort", detail=["cancelled", "An operator cancelled all requests."])
+    with pytest.raises(anthropic.APIStatusError, match="cancelled before it was complete") as document:
+        ask(client)
+    assert document.value.status_code == 499
+    with (
+        pytest.raises(anthropic.APIStatusError, match="cancelled before it was complete"),
+        client.messages.stream(model="tiny", max_tokens=400, messages=HELLO) as stream,
+    ):
+        assert "".join(stream.text_stream) == "too long"
+
+
 def test_usage_has_draft_tokens_where_there_were_any(client: anthropic.Anthropic, served: House) -> None:
     served.script = says("fox")
     assert "accepted_prediction_tokens" not in ask(client).usage.model_dump()

@@ -248,6 +248,7 @@ STREAMS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
         (says("the fox", reason="length"), {}),
         (writes(THOUGHT), {}),
         (writes(TWO_CALLS), {"tools": [{"name": "weather", "input_schema": CITY}]}),
+        (says("the fox", reason="abort", detail=["cancelled", "ended"]), {}),
         (says("the fox", reason="error", detail=["engine_error", "the step failed"]), {}),
     ],
 }

@@ -58,6 +58,26 @@ def test_a_response_with_text_has_the_fields_that_the_sdk_reads(client: openai.O
     assert cut.incomplete_details.reason == "max_output_tokens"
 
 
+@pytest.mark.parametrize(
+    ("reason", "detail", "status"),
+    [
+        ("length", None, "incomplete"),
+        ("abort", ["cancelled", "An operator cancelled all requests."], "cancelled"),
+        ("error", ["engine_error", "the step failed"], "failed"),
+    ],
+)
+def test_an_item_that_was_cut_is_incomplete(
+    client: openai.OpenAI, served: House, reason: str, detail: Any, status: str
+) -> None:
+    served.script = says("too long", reason=reason, detail=detail)
+    *_, done, last = client.responses.create(model="tiny", input="hi", stream=True)
+    assert done.type == "response.output_item.done"
+    assert last.type == f"response.{status}"
+    response = last.to_dict()["response"]  # the client has no class for response.cancelled
+    assert response["status"] == status
+    assert [done.item.status, *(item["status"] for item in response["output"])] == ["incomplete"] * 2
+
+
 def test_usage_has_draft_tokens_where_there_were_any(client: openai.OpenAI, served: House) -> None:
     def details() -> dict[str, Any]:
         usage = client.responses.create(model="tiny", input="Say.").usage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,13 @@ import httpx
 import openai
 import pytest
 
-from frontends.http.openai.response_store import ResponseStore, StoredResponse, make_database, remove_database
+from frontends.http.openai.response_store import (
+    ResponseStore,
+    StoredResponse,
+    make_database,
+    read_events,
+    remove_database,
+)
 from inferengine.errors import InferEngineError
 from tests.engine.builders import check_idle, run_service
 from tests.frontends.http.builders import FrontEnd, wait_until
@@ -186,6 +193,25 @@ def test_what_a_dead_worker_was_making_has_failed(path: Path, monkeypatch: pytes
             assert (await survivor.get("r1", "")).document["status"] == "in_progress"
             monkeypatch.setattr("frontends.http.openai.response_store.is_alive", lambda process: False)
             assert (await survivor.get("r1", "")).document["status"] == "failed"
+
+    run(test)
+
+
+def test_events_that_a_dead_worker_left_end_with_its_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontends.http.openai.response_store.POLL_S", 0.001)
+
+    async def test() -> None:
+        with store_in(path) as store, store_in(path) as survivor:
+            begun = response(1, status="in_progress", has_events=True)
+            store.put(begun)
+            store.put_events(begun.name, 0, [b"event: response.created\n\n", b"event: response.in_progress\n\n"])
+            await store.saved()
+            monkeypatch.setattr("frontends.http.openai.response_store.is_alive", lambda process: False)
+            *_, last = [event async for event in read_events(survivor, await survivor.get("r1", ""), 1)]
+            name, data = last.decode().split("\n")[:2]
+            assert name == "event: response.failed"
+            told = json.loads(data.removeprefix("data: "))
+            assert (told["sequence_number"], told["response"]["status"]) == (2, "failed")
 
     run(test)
 
