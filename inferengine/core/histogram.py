@@ -20,18 +20,18 @@ class Histogram:
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """`times` equal samples at once."""
+        """Add a sample, or `times` equal ones at once."""
         self.counts[bisect_left(self.buckets, value)] += times
         self.sum += value * times
         self.count += times
         self._recent.append(value)
 
     def to_map(self) -> dict[str, Any]:
-        """`counts` are per bucket, not cumulative; the last one is above every bound."""
+        """Return bounds, counts and sum. `counts` are per bucket, not cumulative; the last one is above every bound."""
         return {"buckets": list(self.buckets), "counts": list(self.counts), "sum": self.sum, "count": self.count}
 
     def percentiles(self) -> dict[str, float]:
-        """Of the latest samples; empty when there are none."""
+        """Return percentiles of the latest samples, by name; empty without samples."""
         ordered = sorted(self._recent)
         if not ordered:
             return {}

@@ -116,11 +116,12 @@ def fill_random(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
-    stored: torch.dtype = torch.bfloat16,
     packing: bool = False,
 ) -> None:
-    """Fill the model with random weights, for measuring speed without a checkpoint. The values are rounded to `stored`,
-    the type that such a checkpoint would have. `packing` as of `load_weights`."""
+    """Fill the model with random weights, for measuring speed without a checkpoint.
+
+    The values are rounded to bf16, as most checkpoints store them. `packing` as of `load_weights`.
+    """
     memory, later = Memory(model, dtype, device), _packed_alone(model) if packing else ()
     memory.allocate(later=later)
     generator = torch.Generator(device).manual_seed(seed)
@@ -131,7 +132,7 @@ def fill_random(
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
-            parameter.data.copy_(parameter.data.to(stored))
+            parameter.data.copy_(parameter.data.bfloat16())
         if isinstance(owner, Linear) and owner in waiting:
             waiting[owner] -= 1
             if not waiting[owner]:

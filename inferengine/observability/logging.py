@@ -15,7 +15,7 @@ QUIET = ("uvicorn.access", "uvicorn.error", "asyncio", "sse_starlette.sse")
 
 
 def configure(config: LogConfig) -> None:
-    """Send everything to standard error in the configured format and level."""
+    """Log to standard error, in the configured format and from the configured level on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter())
     root = logging.getLogger()
@@ -24,7 +24,7 @@ def configure(config: LogConfig) -> None:
 
 
 def set_level(level: str) -> None:
-    """The least level that is written from now on."""
+    """Set the least level that is written from now on."""
     root = logging.getLogger()
     root.setLevel(level.upper())
     for name in QUIET:
@@ -35,7 +35,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Give the record as one line of JSON."""
+        """Return the record as one line of JSON."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -52,7 +52,7 @@ class TextFormatter(logging.Formatter):
     """Lines for people."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Give the record as a line of text, with its fields and its traceback."""
+        """Return the record as a line of text, with its fields and its traceback."""
         time = datetime.fromtimestamp(record.created).isoformat(sep=" ", timespec="milliseconds")
         fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
         line = f"{time} {record.levelname.lower():7} {record.getMessage()}{' ' if fields else ''}{fields}"

@@ -155,7 +155,7 @@ ALIASES = (
 
 
 def render(engines: Sequence[Stats], *more: Collector) -> bytes:
-    """Prometheus text of these engines' stats, of this process, and of further collectors."""
+    """Return Prometheus text of these engines' stats, of this process, and of further collectors."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineMetrics(engines))
     for collector in (*more, ProcessCollector(registry=None)):
@@ -233,7 +233,7 @@ def _map(stats: Stats, name: str) -> Mapping[str, Any]:
 
 
 def _at(stats: Stats, path: str) -> Mapping[str, Any]:
-    """The map at `name` or `section.name`; empty where there is none."""
+    """Return the map at `name` or `section.name`; empty if there is none."""
     section, _, name = path.rpartition(".")
     return _map(_map(stats, section) if section else stats, name)
 

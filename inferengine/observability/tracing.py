@@ -43,7 +43,7 @@ class Tracing:
     def begin(
         self, name: str, carrier: Mapping[str, str], attributes: Mapping[str, Any], start_ns: int | None = None
     ) -> Span:
-        """A span of a server, under the one that `carrier` (traceparent, tracestate) names, if it names one.
+        """Begin a server span, a child of the one in `carrier` (traceparent, tracestate) if it has one.
         `start_ns`: Unix time; None is now. Attributes that are None are left out."""
         parent = self._propagator.extract(carrier)
         kind = self._trace.SpanKind.SERVER
@@ -52,24 +52,24 @@ class Tracing:
         return Span(self, span)
 
     def carrier(self, span: Any) -> dict[str, str]:
-        """Headers that carry a span's context to another service."""
+        """Return the headers that carry a span's context to another service."""
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, self._trace.set_span_in_context(span))
         return carrier
 
     def failed(self, message: str) -> Any:
-        """The status of a span that failed."""
+        """Return the status of a span that failed."""
         return self._trace.Status(self._trace.StatusCode.ERROR, message)
 
     def close(self) -> None:
-        """Send what waits, as far as that takes CLOSE_S: where nobody listens the SDK would try for longer."""
+        """Export pending spans, for at most CLOSE_S: without a collector the SDK would retry for longer."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)
 
 
 class Span:
-    """Something that takes time."""
+    """One span of a trace."""
 
     def __init__(self, tracing: Tracing, span: Any) -> None:
         self._tracing = tracing
@@ -77,12 +77,12 @@ class Span:
 
     @property
     def traceparent(self) -> str:
-        """For whoever does a part of it in another process."""
+        """The W3C header by which another process makes child spans."""
         return self._tracing.carrier(self._span).get("traceparent", "")
 
     @property
     def trace_id(self) -> str:
-        """As it stands in `traceparent`, and in logs."""
+        """The trace's id, as in `traceparent` and in logs."""
         return f"{self._span.get_span_context().trace_id:032x}"
 
     def rename(self, name: str) -> None:
@@ -90,7 +90,7 @@ class Span:
         self._span.update_name(name)
 
     def set(self, name: str, value: Any) -> None:
-        """Nothing where the value is None."""
+        """Set an attribute; does nothing for None."""
         if value is not None:
             self._span.set_attribute(name, value)
 
@@ -108,7 +108,8 @@ class Span:
 
 
 def make_tracing(config: TraceConfig, service: str) -> Tracing | None:
-    """None where it is switched off, by `trace.enabled`, OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER=none.
+    """Make the tracing of this process. None if it is off, by `trace.enabled`, OTEL_SDK_DISABLED or
+    OTEL_TRACES_EXPORTER=none.
 
     `service` names the process unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES do. Call after any fork: a thread
     of its own sends the spans. Raises ConfigError when packages are missing, or for an exporter or a protocol that is
@@ -139,7 +140,7 @@ def make_tracing(config: TraceConfig, service: str) -> Tracing | None:
 
 
 def _otlp_exporter(endpoint: str) -> Any:
-    """The exporter for the protocol that the environment names. `endpoint` is before the environment's. Raises
+    """Make the exporter for the protocol that the environment names. `endpoint` is before the environment's. Raises
     ConfigError."""
     name = next((name for name in PROTOCOLS if variables().get(name)), PROTOCOLS[-1])
     protocol = variables().get(name) or HTTP
@@ -158,5 +159,5 @@ def _otlp_exporter(endpoint: str) -> Any:
 
 
 def unix_ns(seconds_ago: float = 0.0) -> int:
-    """The time of now, in nanoseconds since 1970."""
+    """Return the Unix time `seconds_ago`, in nanoseconds."""
     return time.time_ns() - int(seconds_ago * 1e9)

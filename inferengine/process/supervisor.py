@@ -337,7 +337,8 @@ class Supervisor:
         """Handle SIGHUP. Both kernel and shell may send it, so it never counts as the second signal to stop."""
         if not self._hangup_stops:
             self._view.notice(
-                "SIGHUP: the API keys are read again; other changes of the configuration need a restart of 'inferengine up'"
+                "SIGHUP: the API keys are read again; "
+                "other changes of the configuration need a restart of 'inferengine up'"
             )
             for child in self._children.values():
                 child.kill(signal.SIGHUP)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RESPONSES = 10_000
 MAX_BYTES = 64 * 1024 * 1024
-KEEP_S = 3600.0
+KEEP_S = 3600.0  # age beyond which records are removed
 UNFINISHED = ("queued", "in_progress")
 FOLDER_PREFIX = "inferengine-responses-"
 FILE_NAME = "responses.sqlite3"
@@ -149,7 +149,6 @@ class ResponseStore:
         *,
         max_bytes: int = MAX_BYTES,
         max_records: int = MAX_RESPONSES,
-        keep_s: float = KEEP_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`path`: of `make_database`; None with one worker. `max_bytes`: limited to half of the space that is free
@@ -157,7 +156,6 @@ class ResponseStore:
         self._path = path
         self._max_bytes = max_bytes if path is None else min(max_bytes, shutil.disk_usage(path.parent).free // 2)
         self._max_records = max_records
-        self._keep_s = keep_s
         self._clock = clock
         self._making: dict[tuple[str, str], StoredResponse] = {}
         self._thread = ThreadPoolExecutor(1, "responses")
@@ -320,7 +318,7 @@ class ResponseStore:
         database.execute("BEGIN IMMEDIATE")
         try:
             work(database)
-            database.execute(REMOVE_OLD, (self._clock() - self._keep_s,))
+            database.execute(REMOVE_OLD, (self._clock() - KEEP_S,))
             while True:
                 num_records, num_bytes = database.execute(TOTALS).fetchone()
                 if num_records <= self._max_records and num_bytes <= self._max_bytes:
