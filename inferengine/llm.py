@@ -27,7 +27,7 @@ from inferengine.executor.memory.fit import require_fit
 from inferengine.executor.memory.plan import device_memory, make_plan
 from inferengine.executor.settings import executor_settings
 from inferengine.executor.torch_executor import build_executor
-from inferengine.sampling_params import MAX_SEED, POOLINGS, SamplingParams, from_map, of_choice, validate
+from inferengine.sampling_params import MAX_SEED, NAMES, POOLINGS, SamplingParams, from_map, of_choice, validate
 from inferengine.structured_output.compiler import GrammarCompiler
 from inferengine.structured_output.spec import GrammarSpec, read_grammar, validate_grammar
 from inferengine.text import ChatTemplate, TextStream, Tokenizer, check_messages
@@ -218,6 +218,8 @@ class LLM:
         """
         if unknown := sorted(structured.keys() - StructuredOutput.__annotations__.keys()):
             known = sorted(StructuredOutput.__annotations__)
+            if (name := unknown[0]) in NAMES:
+                raise TypeError(f"there is no argument {name}: it belongs in params, as SamplingParams({name}=...)")
             raise TypeError(f"there is no argument {unknown[0]}{suggestion(unknown[0], known)}")
         listed = self._as_list(prompts)
         per_prompt = _params_of_each(params, len(listed))

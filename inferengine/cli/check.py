@@ -381,10 +381,14 @@ def ping(arguments: Arguments) -> int:
         good = alive and (state == READY or not values["ready"])
         answer = {"address": address, "alive": alive, "state": state, "loop_age_ms": round(pong.loop_age_ms, 1)}
         line = f"{'ok' if good else 'not ok'}: {state}, its loop turned {pong.loop_age_ms / 1e3:.1f} s ago"
+    except ConfigError:
+        raise  # another question than whether the engine is alive
     except InferEngineError as error:
         good = False
         answer = {"address": address, "alive": False, "error": error.message}
-        line = f"not ok: {error.message} ({address})"
+        needs_key = address.startswith("tcp://") and not arguments.config.wire.curve_engine_key
+        hint = "; if it asks for keys, wire.curve_engine_key is needed" if needs_key else ""
+        line = f"not ok: {error.message} ({address}{hint})"
     print(json.dumps(answer) if values["json"] else line)
     return ExitCode.OK if good else ExitCode.CRASH
 

@@ -19,7 +19,7 @@ import math
 import secrets
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack
 
@@ -41,6 +41,8 @@ from inferengine.wire.messages import (
     StopFound,
     Submit,
     Welcome,
+    WireError,
+    decode,
     encode,
     pack,
     to_u32,
@@ -510,6 +512,8 @@ def make_submit(
     if params is not None and not isinstance(params, SamplingParams):
         raise InvalidRequest("params", "must be SamplingParams(max_tokens=16, ...)")
     values = (params or SamplingParams()).to_map()
+    if isinstance(bias := values.get("logit_bias"), Mapping):
+        values["logit_bias"] = tuple(bias.items())
     reply = options.get("reply", "tokens")
     if reply == "tokens":
         values.pop("stop", None)
@@ -594,7 +598,12 @@ def _require_sendable(submit: Submit) -> None:
     """Raise InvalidRequest for what the wire cannot carry. A request that is open is sent again after a reconnect: one
     that cannot be would end its client, and all other requests with it."""
     try:
-        encode(submit)
+        frames = encode(submit)
+        if submit.messages is not None or any(isinstance(value, dict) for value in submit.params.values()):
+            decode(frames)  # a key that is no text: the engine could not even tell which request it refuses
+    except WireError as error:
+        field = "params" if submit.messages is None else "messages"
+        raise InvalidRequest(field, f"cannot be read by the engine: {error.message}") from None
     except (TypeError, ValueError, OverflowError) as error:
         field = next(name for name, value in asdict(submit).items() if not _is_sendable(value))
         if isinstance(error, UnicodeEncodeError):

@@ -378,8 +378,9 @@ class WireError(Exception):
         self.stream = stream
 
     def reject(self) -> Reject:
-        """Return the REJECT that answers it."""
-        return Reject(self.id, self.stream, self.code, bounded(self.message), self.field, KINDS[self.code].retryable)
+        """Return the REJECT that answers it. Its message says nothing of the field, which it names beside."""
+        message = bounded(self.message.removeprefix(f"{self.field}: "))
+        return Reject(self.id, self.stream, self.code, message, self.field, KINDS[self.code].retryable)
 
 
 def _map(body: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 from inferengine.client.requests import MAX_FRUITLESS, OpenRequest, error_of
 from inferengine.client.session import PATIENCE_S, Phase
 from inferengine.errors import InvalidRequest
+from inferengine.sampling_params import SamplingParams
 from inferengine.wire.messages import Accept, Attach, Bye, Cancel, Done, Goodbye, Hello, Reject, StopFound, Submit
 from tests.client.builders import INFO, SEED, WAIT_S, ScriptedEngine, code_of, finish_of, stream_of
 
@@ -71,6 +72,7 @@ def test_a_request_keeps_its_own_seed() -> None:
         ({"text": "x", "label": "\ud83d"}, "label"),
         ({"text": "x", "deadline_s": float("inf")}, "deadline_s"),
         ({"text": "x", "prediction_ids": [-1]}, "prediction_ids"),
+        ({"messages": [{"role": "user", "content": {1: "a key that is no text"}}]}, "messages"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_and_the_other_requests_go_on(options: Any, field: str) -> None:
@@ -83,6 +85,20 @@ def test_what_cannot_be_sent_is_refused_and_the_other_requests_go_on(options: An
     engine.die()
     engine.come_back()
     assert [message.id for message in engine.received(Submit)] == [request.id]
+
+
+def test_a_bias_may_be_a_dictionary_with_token_ids_as_keys() -> None:
+    engine = ScriptedEngine()
+    bias: Any = {7: 5.0, 9: -1}
+    engine.session.submit([1], SamplingParams(logit_bias=bias))
+    assert [*engine.received(Submit)[0].params["logit_bias"]] == [[7, 5.0], [9, -1]]
+
+
+def test_a_map_that_the_engine_could_not_read_is_refused_here() -> None:
+    """The engine's answer to it could not name the request, whose reader would wait for ever."""
+    ids: Any = {7: 5.0}
+    with pytest.raises(InvalidRequest, match=r"params: cannot be read by the engine: .* a key that is no string"):
+        ScriptedEngine().session.submit([1], SamplingParams(stop_token_ids=ids))
 
 
 def test_parameters_of_another_type_are_refused() -> None:

@@ -138,6 +138,8 @@ def test_parameters_may_be_written_as_a_client_writes_them(llm: LLM) -> None:
 
 def test_an_argument_that_there_is_not_is_named(llm: LLM) -> None:
     """One that says what the output must match would be missed only in the output."""
+    with pytest.raises(TypeError, match=r"no argument max_tokens: it belongs in params, as SamplingParams\(max_tokens"):
+        llm.generate("a", max_tokens=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"no argument guided_regx; did you mean guided_regex\?"):
         llm.generate("x", GREEDY, progress=False, guided_regx="[0-9]")  # type: ignore[call-arg]
 
