@@ -31,6 +31,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from frontends.common import json as json_text
 from frontends.common.server import HttpProtocol, ProbesOnly
 from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.wire.messages import msgpack_problem
 
 FRAMES = "inferengine.frames"  # the ASGI event's type; `body` holds whole frames
 TEXT, BINARY = 0x81, 0x82  # the first byte of a whole message in one frame
@@ -124,7 +125,7 @@ class MsgpackCodec:
         except json_text.TooManyContainers as error:
             raise _too_many(error) from None
         except (ValueError, RecursionError, msgpack.UnpackException) as error:
-            raise _broken(f"not valid msgpack: {type(error).__name__}") from None
+            raise _broken(f"not valid msgpack: {msgpack_problem(error)}") from None
 
     def may_hold_half_pairs(self, message: Mapping[str, Any]) -> bool:
         """Return False: msgpack strings are valid UTF-8."""

@@ -917,11 +917,11 @@ def decode(frames: Sequence[bytes]) -> Message:
     except WireError:
         raise
     except Exception as error:  # msgpack raises a dozen types; all of them mean the same to the peer
-        raise WireError(_msgpack_problem(error)) from None
+        raise WireError(msgpack_problem(error)) from None
     return decoder(body, frames[2:])
 
 
-def _msgpack_problem(error: Exception) -> str:
+def msgpack_problem(error: Exception) -> str:
     """Describe an error of msgpack by what the sender can change."""
     if isinstance(error, UnicodeDecodeError):
         return "a string in the body is not UTF-8"

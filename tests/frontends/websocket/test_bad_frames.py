@@ -103,6 +103,12 @@ def test_invalid_msgpack_is_refused(server, message):
         assert client.next()["type"] == "pong"
 
 
+def test_numbers_as_keys_are_refused_with_the_remedy(server):
+    with open_socket(server, binary=True) as client:
+        client.send_raw(msgpack.packb({"type": "generate", "id": "a", "params": {"logit_bias": {5: 1.0}}}))
+        assert "write numbers as strings" in client.until("error")["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("rest", "field"),
     [
