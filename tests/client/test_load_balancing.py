@@ -22,8 +22,8 @@ from inferengine.client.load_balancing import (
     make_prompt,
     mix,
     prefix_key,
-    session_key,
     remembered_beginnings,
+    session_key,
 )
 
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from inferengine.client import AsyncClient, EnginePool, Finish, Stream, Submission
-from inferengine.client.load_balancing import make_prompt, session_key, remembered_beginnings
+from inferengine.client.load_balancing import make_prompt, remembered_beginnings, session_key
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire.messages import to_u64
