@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import time
@@ -294,6 +295,8 @@ class BatchRunner:
                     raise InferEngineError("request_too_large", f"The answer has more than {MAX_RESULT_BYTES} bytes.")
 
             await response({"type": "http", "asgi": _ASGI, "method": "POST"}, _nothing_more, take)
+            if response.status_code == 200 and _is_cancelled(body):
+                raise InferEngineError("cancelled", "The answer was cancelled before it was complete.")
             return response.status_code, bytes(body), "" if response.status_code == 200 else "answered"
         except InferEngineError as error:
             report(error, request_id)
@@ -366,6 +369,15 @@ class _Job:
 
 
 _ASGI = {"version": "3.0", "spec_version": "2.4"}
+
+
+def _is_cancelled(body: bytearray) -> bool:
+    """Return whether an answer of one of the routes is what there was of it when it was cancelled."""
+    if b'"finish_reason":"abort"' not in body and b'"status":"cancelled"' not in body:
+        return False
+    document = json.loads(body)  # the values may also be the request's, such as its metadata
+    reasons = {choice.get("finish_reason") for choice in document.get("choices", ())}
+    return "abort" in reasons or document.get("status") == "cancelled"
 
 
 async def _nothing_more() -> Message:

@@ -179,6 +179,28 @@ def test_a_refusal_of_the_moment_is_no_result(served: House) -> None:
     assert (done["request_counts"]["completed"], len(asked)) == (1, 3)
 
 
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [(CHAT, HELLO), ("/v1/responses", {"input": "hi"})],
+    ids=["choices", "status"],
+)
+def test_a_line_whose_answer_was_cancelled_has_failed(served: House, url: str, body: dict[str, Any]) -> None:
+    """As an operator cancels all requests: the answer is cut."""
+    served.script = says("the fox", reason="abort", detail=["cancelled", "An operator cancelled all requests."])
+    done = ended(served, begin(served, line("a", url, **body), endpoint=url)["id"])
+    assert done["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+    (error,) = results(served, done["error_file_id"])
+    assert error["response"]["status_code"] == 499
+    assert error["response"]["body"]["error"]["code"] == "cancelled"
+
+
+def test_an_answer_that_repeats_the_word_of_its_request_is_complete(served: House) -> None:
+    metadata = {"status": "cancelled", "finish_reason": "abort"}
+    asked = line("a", "/v1/responses", input="hi", metadata=metadata)
+    done = ended(served, begin(served, asked, endpoint="/v1/responses")["id"])
+    assert done["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+
+
 def test_results_wait_for_room_on_a_full_disk(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
     write, failures = BatchStore._end_line, 25  # more than MAX_STARTS
 
