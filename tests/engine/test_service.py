@@ -407,6 +407,17 @@ class TestAdmin:
         assert "stats" in (reply.message or "")
 
 
+def test_what_a_model_with_states_cannot_use_is_told() -> None:
+    capacity = small_capacity()._replace(has_states=True)
+    with (
+        run_service(lambda: SimulatedExecutor(capacity)) as service,
+        contextlib.closing(RawClient(address_of(service))) as client,
+    ):
+        assert client.welcome is not None
+        assert client.welcome.model is not None
+        assert client.welcome.model.without == ("prefix_caching", "speculation", "swap")
+
+
 class TestSupervision:
     def test_systemd_hears_ready_status_watchdog_and_stopping(self, tmp_path: Path) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -246,7 +246,7 @@ def test_one_request_id_stands_in_the_logs_of_front_end_and_engine(caplog: pytes
 def test_models_and_versions(served: Served) -> None:
     (card,) = served.http.get("/v1/models").json()["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("simulated", "model", 1024)
-    assert card["implementation"] == "native"
+    assert (card["implementation"], card["without"]) == ("native", [])
     assert served.http.get("/v1/models/simulated").json() == card
     assert served.http.get("/v1/models/other/one").status_code == 404
     assert set(served.http.get("/version").json()) == {"version", "protocol"}
