@@ -278,6 +278,8 @@ def _expert_modules(name: str, base: nn.Module) -> dict[str, nn.Module]:
 
     found: dict[str, nn.Module] = {}
     for place, module in base.named_modules():
+        if _are_without_gate(module):
+            continue
         up, down = (getattr(module, each, None) for each in ("gate_up_proj", "down_proj"))
         if not (isinstance(up, nn.Parameter) and up.dim() == 3):
             if any(parameter.dim() == 3 and "expert" in place for parameter in module.parameters(recurse=False)):
@@ -292,6 +294,12 @@ def _expert_modules(name: str, base: nn.Module) -> dict[str, nn.Module]:
             raise _no_attention(name, "its experts are not gated blocks that this engine computes")
         found[place] = module
     return found
+
+
+def _are_without_gate(module: Any) -> bool:
+    """Whether a module is transformers' experts of two projections (Nemotron 3), which compute themselves."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    return getattr(module, "has_gate", None) is False and names == ["up_proj", "down_proj"]
 
 
 def _activation(experts: Any) -> str | None:
@@ -552,6 +560,8 @@ class TransformersModel(DecoderModel):
             parent, _, attribute = place.rpartition(".")
             experts = _own_experts(ops, module, of_layer)
             setattr(self.base.get_submodule(parent), attribute, experts)
+        for module in filter(_are_without_gate, self.base.modules()):
+            module.parts = [1] * len(module.up_proj)  # a checkpoint has a tensor for each expert
         for parent in list(causal.modules()) + list(self.base.modules()):
             for name, module in list(parent.named_children()):
                 is_router = config.moe is not None and getattr(module, "out_features", 0) == config.moe.num_experts
@@ -720,7 +730,14 @@ def weight_map(config: DecoderConfig) -> WeightMap:
         inside = name.startswith(f"{config.prefix}.")
         place = f"base.{name.removeprefix(config.prefix + '.')}" if inside else f"causal.{name}"
         template, place = (LAYER.sub(".{}.", each, count=1) for each in (name, place))
-        if place.endswith((".gate_up_proj", ".down_proj")) and parameter.dim() == 3:
+        if _are_without_gate(causal.get_submodule(name.rpartition(".")[0])) and conversions.of_experts(template):
+            (each,) = conversions.of_experts(template)
+            targets |= {
+                stored.replace("*", str(expert)): Target(place, expert)
+                for expert in range(len(parameter))
+                for stored in conversions.names(each)
+            }
+        elif place.endswith((".gate_up_proj", ".down_proj")) and parameter.dim() == 3:
             targets |= _expert_targets(template, f"{place.removesuffix('_proj')}.weight", parameter, conversions)
         else:
             targets |= dict.fromkeys(conversions.names(template), Target(place))
@@ -911,7 +928,7 @@ def _recording(
 ) -> Iterator[None]:
     """Inside, every module of `base` notes its calls, tensors that were computed are on `meta`, and experts call
     `choose`."""
-    experts = _expert_modules(name, base).values()
+    experts = [*_expert_modules(name, base).values(), *filter(_are_without_gate, base.modules())]
     for module in experts:
         module.__dict__["forward"] = choose
     kept = [(module, name, buffer) for module in base.modules() for name, buffer in module._buffers.items()]

@@ -333,6 +333,8 @@ class _Loader:
         data = self.parameters[name].data
         if part is None:
             return data
+        if data.dim() == 3:  # of all experts, as transformers' modules hold them
+            return data[part]
         owner: Any = self.model.get_submodule(name.rpartition(".")[0])  # a Linear or a HeadNorm: they have parts
         return data.narrow(0, sum(owner.parts[:part]), owner.parts[part])
 

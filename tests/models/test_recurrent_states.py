@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from inferengine.config import Config
 from inferengine.core.executor import Capacity, KVGroup
@@ -16,6 +17,7 @@ from inferengine.core.sequence import RowFailure
 from inferengine.core.speculation import speculation_method
 from inferengine.engine.options import scheduler_options
 from inferengine.errors import ConfigError
+from inferengine.executor.load import dry_run
 from inferengine.executor.memory.plan import make_plan, plan_lines
 from inferengine.executor.settings import executor_settings
 from inferengine.models.recurrent import pieces_of
@@ -45,11 +47,12 @@ CASES = {
     "lfm2": Case("Lfm2Config", {**SMALL, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4}),
     "lfm2-moe": Case("Lfm2MoeConfig", {**SMALL, **EXPERTS, "layer_types": ["conv", "full_attention", "conv"],
                                        "num_dense_layers": 1}),
-    "nemotron-h, dense": Case("NemotronHConfig", {
-        **SMALL, "num_hidden_layers": 4, "head_dim": 10, "mamba_num_heads": 12, "mamba_head_dim": 10, "n_groups": 2,
+    "nemotron-h, experts without a gate": Case("NemotronHConfig", {
+        **SMALL, "num_hidden_layers": 5, "head_dim": 10, "mamba_num_heads": 12, "mamba_head_dim": 10, "n_groups": 2,
         "time_step_min": 1e-9,  # of prompts alone: transformers' decodes have no least step
-        "ssm_state_size": 16, "chunk_size": 16,
-        "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"]}),
+        "ssm_state_size": 16, "chunk_size": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3,
+        "topk_group": 2, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20,
+        "layer_types": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]}),
     "falcon-h1, both in each layer": Case("FalconH1Config", {**SMALL, **MAMBA2, "num_hidden_layers": 2,
                                                              "mamba_d_ssm": 120}),
     "bamba": Case("BambaConfig", {**SMALL, **MAMBA2, "attn_layer_indices": [1]}),
@@ -163,6 +166,17 @@ def test_adapters_change_modules_with_states_in_a_step_with_others(qwen, tmp_pat
         assert engine.outputs[uid] == expected_of(merged if number % 2 else model, engine, prompt, uid)
 
 
+def test_a_missing_expert_without_a_gate_is_named(tmp_path):
+    case = CASES["nemotron-h, experts without a gate"]
+    path = save(model_of(case.config, case.values), tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    name = "backbone.layers.1.mixer.experts.4.up_proj.weight"
+    assert dry_run(tmp_path) == sum(tensor.numel() for tensor in tensors.values())
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)
+    with pytest.raises(ConfigError, match=f"the tensor {name} is missing"):
+        dry_run(tmp_path)
+
+
 def test_weights_may_be_quantized_at_load(qwen):
     model, folder = qwen
     engine, prompt = Engine(folder, model={"quantization": "int8"}), list(range(20, 41))
@@ -221,6 +235,7 @@ def test_the_plan_counts_the_states_of_all_slots(qwen):
     of_layer = 4 * 8 * 6 * 4 + (2 * 2 * 8 + 4 * 6) * 3 * 4  # recurrence and convolution, in fp32
     assert plan.states == 8 * 2 * of_layer  # and the scratch slot's
     assert any("states of 7 running requests" in line for line in plan_lines(plan))
+    assert plan.sequences(1) == 7
 
 
 def test_fewer_requests_run_at_once_where_their_states_would_fill_the_device(qwen, caplog):

@@ -94,7 +94,10 @@ class MemoryPlan(NamedTuple):
 
     def sequences(self, num_tokens: int) -> int:
         """Return how many sequences of this length the KV cache holds at once."""
-        return sequences_at_once(self.groups, num_tokens, self.cache) if self.groups else 0
+        if not self.groups:
+            return 0
+        count = sequences_at_once(self.groups, num_tokens, self.cache)
+        return min(count, self.cache.max_num_seqs) if self.states else count
 
     @property
     def num_kv_tokens(self) -> int:
