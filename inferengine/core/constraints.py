@@ -113,10 +113,11 @@ def bits(ids: Collection[int]) -> int:
     """Return a set of token ids as bits."""
     if not ids:
         return 0
-    found = bytearray(max(ids) // 8 + 1)
+    digits = bytearray(b"0") * (max(ids) + 1)
+    one = ord("1")
     for id in ids:
-        found[id >> 3] |= 1 << (id & 7)
-    return int.from_bytes(found, "little")
+        digits[-1 - id] = one
+    return int(digits, 2)
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

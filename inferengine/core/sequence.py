@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from inferengine.core.constraints import Grammar, token_rules
+from inferengine.core.constraints import Grammar, TokenRules, token_rules
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec
@@ -135,7 +135,8 @@ class Sequence:
         "uid",
     )
 
-    def __init__(self, request: Request, *, num_groups: int = 1) -> None:
+    def __init__(self, request: Request, *, num_groups: int = 1, first: Sequence | None = None) -> None:
+        """`first`: the first choice of the same submission, whose rules this one shares: a long list takes long."""
         self.request = request
         self.uid = request.uid
         self.leader = request.fork_of  # the choice that computes the prompt for this one; None: it does so itself
@@ -157,7 +158,10 @@ class Sequence:
         self.next_check_at = 0  # number of tokens from which on a committed token has to be checked; 0: always
         self.status = SequenceStatus.WAITING
         self.grammar: Grammar | None = None  # compiled, at the end of `tokens`
-        self.rules = token_rules(request.params, self.stop_ids) if request.grammar is not None else None
+        self.rules: TokenRules | None = None
+        if request.grammar is not None:
+            known = None if first is None else first.rules
+            self.rules = known or token_rules(request.params, self.stop_ids)
         self.acceptance_rate: float | None = None  # share of draft tokens that were accepted
         self.drafts_resume_at = 0  # number of tokens from which on it may have draft tokens again
         self.last_draft_at = 0  # number of tokens when it last had draft tokens

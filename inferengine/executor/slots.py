@@ -199,7 +199,9 @@ class Slots:
             if not self.allowed.shape[1]:
                 words = -(-self.vocab_size // 32)
                 self.allowed = torch.full((self.num_slots + 1, words), -1, dtype=torch.int32, device=self.device)
-            self.allowed[rows] = self.upload(np.stack([self._bitmask(item) for item in admitted]))
+            lists = {id(item.params.allowed_token_ids): item for item in admitted}  # choices of a request share theirs
+            masks = {key: self._bitmask(item) for key, item in lists.items()}
+            self.allowed[rows] = self.upload(np.stack([masks[id(item.params.allowed_token_ids)] for item in admitted]))
         elif self.allowed.shape[1]:
             self.allowed[rows] = -1
         self.bad_words.admit(rows, [item.params.bad_words_ids for item in admitted], self.upload)

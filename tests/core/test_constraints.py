@@ -40,6 +40,15 @@ def test_a_word_of_several_tokens_forbids_its_last_where_the_others_came() -> No
     assert made.allowed(bits([6]), 1, (5,)) == bits([6])
 
 
+def test_choices_share_the_rules_of_the_first() -> None:
+    """A list as long as the vocabulary takes milliseconds to read, and the choices of a request come together."""
+    asked = {"allowed_token_ids": tuple(range(40)), "grammar": True}
+    run = Run().submit(*[make_request(uid, fork_of=None if uid == 1 else 1, **asked) for uid in (1, 2, 3)])  # type: ignore[arg-type]
+    first, *others = (run.scheduler.sequences[uid].rules for uid in (1, 2, 3))
+    assert first is not None
+    assert all(rules is first for rules in others)
+
+
 def test_the_message_names_the_fields() -> None:
     made = rules(allowed_token_ids=(3,), bad_words_ids=((3,),))
     assert made.no_token_message(0, has_grammar=True).startswith(

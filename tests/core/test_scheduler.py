@@ -228,3 +228,13 @@ def test_log_probabilities_survive_chunks_and_preemption(asked: dict[str, int]) 
     assert run.scheduler.stats.num_preemptions > 0
     assert set(run.finished.values()) == {("length", None)}
     assert run.outputs == {request.uid: expected_output(request) for request in requests}
+
+
+def test_nothing_is_kept_of_a_prompt_that_is_cancelled_half_way() -> None:
+    """Its log-probabilities may be many, and the next step may be far off."""
+    run = Run(make_capacity(64), budget=8).submit(make_request(1, 40, prompt_logprobs=0))
+    run.step()
+    run.step()
+    assert run.scheduler._prompt_logprobs
+    run.cancel(1)
+    assert not run.scheduler._prompt_logprobs

@@ -122,7 +122,10 @@ class Scheduler:
     def cancel(self, uid: int, reason: str, detail: FinishDetail, now: float) -> Finished | None:
         """End a request in whatever state it is; its blocks are free on return. None: there is no such request."""
         sequence = self.sequences.get(uid)
-        return None if sequence is None else self._finish(sequence, reason, detail, now)
+        if sequence is None:
+            return None
+        self._prompt_logprobs.pop(uid, None)  # of a prompt that is partly computed; the next step may be far off
+        return self._finish(sequence, reason, detail, now)
 
     @property
     def has_unfinished(self) -> bool:

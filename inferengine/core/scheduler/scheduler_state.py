@@ -181,7 +181,8 @@ class SchedulerState:
 
     def add(self, request: Request) -> Sequence:
         """Queue an accepted request."""
-        sequence = Sequence(request, num_groups=self._num_groups)
+        first = None if request.fork_of is None else self.sequences.get(request.fork_of)
+        sequence = Sequence(request, num_groups=self._num_groups, first=first)
         self.sequences[request.uid] = sequence
         self.stats.num_submitted += 1
         self.num_scored += request.wants_logprobs
