@@ -296,6 +296,10 @@ class PrefixCache:
         """Return the block with this content, or None."""
         return self._block_by_hash.get(digest)
 
+    def find(self, digests: list[bytes]) -> list[int | None]:
+        """Return the block with each content, or None."""
+        return list(map(self._block_by_hash.get, digests))
+
     def insert(self, digest: bytes, block_id: int) -> bool:
         """Remember the block. False when another block already holds this content."""
         if digest in self._block_by_hash:
@@ -482,6 +486,10 @@ class PrefixHit:
         self.block_hashes = block_hashes
 
 
+def _first_missing(blocks: list[int | None]) -> int:
+    return blocks.index(None) if None in blocks else len(blocks)
+
+
 class KVCacheManager:
     """Owns the pools and the prefix caches; writes each change of a block table into `updates` for the next plan."""
 
@@ -539,33 +547,37 @@ class KVCacheManager:
         wants_all = request.params.prompt_logprobs is not None or request.pooling == "mean"
         if not self.prefix_caching or wants_all:
             return PrefixHit(0, [[] for _ in self.groups], [])
-        hashes: list[bytes] = []
         memo = sequence.block_hashes  # a waiting sequence is looked up at every step: hash each block once
-        parent = self._root(sequence.request)
         tokens, size = sequence.tokens, self.block_size
-        for index in range((len(tokens) - 1) // size):
-            if index == len(memo):
-                memo.append(block_hash(parent, tokens[index * size : (index + 1) * size]))
-            parent = memo[index]
-            if not any(parent in cache for cache in self.caches):
-                break
-            hashes.append(parent)
-        count = len(hashes)
+        most = (len(tokens) - 1) // size
+        found = [cache.find(memo[:most]) for cache in self.caches]
+        count = self._num_known(found)
+        while count == len(found[0]) < most:
+            parent = memo[count - 1] if count else self._root(request)
+            memo.append(block_hash(parent, tokens[count * size : (count + 1) * size]))
+            new = [cache.get(memo[count]) for cache in self.caches]
+            for blocks, block_id in zip(found, new, strict=True):
+                blocks.append(block_id)
+            if new.count(None) < len(new) and not any(new[index] is None for index in self._full_groups):
+                count += 1
         while count:
-            shorter = min(
-                self._usable(cache, group, hashes, count) for cache, group in zip(self.caches, self.groups, strict=True)
-            )
+            shorter = min(self._usable(blocks, group, count) for blocks, group in zip(found, self.groups, strict=True))
             if shorter == count:
                 break
             count = shorter
-        block_ids = [
-            [
-                cache.get(digest) if index >= self._first_needed(group, count) else None
-                for index, digest in enumerate(hashes[:count])
-            ]
-            for cache, group in zip(self.caches, self.groups, strict=True)
-        ]
-        return PrefixHit(count * size, block_ids, hashes[:count])
+        for blocks, group in zip(found, self.groups, strict=True):
+            first = self._first_needed(group, count)
+            blocks[:first] = [None] * first
+            del blocks[count:]
+        return PrefixHit(count * size, found, memo[:count])
+
+    def _num_known(self, found: list[list[int | None]]) -> int:
+        """How many of the first blocks are in all groups without a window; of windows alone, in any."""
+        if self._full_groups:
+            return min(_first_missing(found[index]) for index in self._full_groups)
+        return next(
+            (i for i, blocks in enumerate(zip(*found, strict=True)) if blocks.count(None) == len(blocks)), len(found[0])
+        )
 
     def _first_needed(self, group: KVGroup, num_blocks: int) -> int:
         """Index of the first block that the token after `num_blocks` full blocks can see."""
@@ -573,15 +585,12 @@ class KVCacheManager:
             return 0
         return max(0, (num_blocks * self.block_size - group.window + 1) // self.block_size)
 
-    def _usable(self, cache: PrefixCache, group: KVGroup, hashes: list[bytes], count: int) -> int:
-        """The largest number of blocks <= count with which this group could go on."""
+    def _usable(self, blocks: list[int | None], group: KVGroup, count: int) -> int:
+        """The largest number of blocks <= count with which this group could go on, of those found."""
         if group.window is None:
-            for index in range(count):
-                if cache.get(hashes[index]) is None:
-                    return index
-            return count
+            return min(count, _first_missing(blocks))
         while count:
-            missing = [i for i in range(self._first_needed(group, count), count) if cache.get(hashes[i]) is None]
+            missing = [i for i in range(self._first_needed(group, count), count) if blocks[i] is None]
             if not missing:
                 return count
             count = missing[-1]

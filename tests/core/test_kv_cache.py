@@ -8,7 +8,7 @@ import pytest
 
 from inferengine.core.executor import StepPlan, StepResult
 from inferengine.core.kv_cache import BlockAgeHistograms, BlockAges, BlockPool, PrefixCache, block_hash, root_hash
-from inferengine.core.sequence import RowFailure
+from inferengine.core.sequence import RowFailure, Sequence
 from inferengine.engine.core import StepFailed
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 
@@ -139,6 +139,21 @@ def test_an_evicted_prefix_is_a_miss_and_then_a_hit_again() -> None:
     run.submit(make_request(4, prompt)).to_end()
     assert (run.rows[3].num_cached, run.rows[4].num_cached) == (0, 8)  # type: ignore[attr-defined]
     assert run.scheduler.kv.num_evictions > 0
+
+
+def test_a_prompt_that_waits_is_not_looked_up_block_by_block_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 131,072 tokens that are cached took 8 ms of each step that it waited for room."""
+    run = Run(make_capacity(200)).submit(make_request(1, prompt=400, max_tokens=1)).to_end()
+    sequence = Sequence(make_request(2, prompt=list(make_request(1, prompt=400).prompt_ids)))
+    first = run.scheduler.kv.lookup(sequence)
+
+    def get(cache: PrefixCache, digest: bytes) -> None:
+        raise AssertionError("a block was looked up by itself")
+
+    monkeypatch.setattr(PrefixCache, "get", get)
+    again = run.scheduler.kv.lookup(sequence)
+    assert (first.num_tokens, first.block_ids) == (again.num_tokens, again.block_ids)
+    assert again.num_tokens == 396
 
 
 def test_flush_forgets_every_prefix() -> None:
