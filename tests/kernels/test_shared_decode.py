@@ -70,6 +70,7 @@ SHAPES = [
     (6, 2, 80, 16, None),
     (4, 2, 24, 64, 20.0),
     (2, 1, 256, 64, None),
+    (2, 1, 512, 16, None),
 ]
 
 
@@ -135,6 +136,15 @@ def test_prefixes_take_as_much_scratch_memory_as_there_is(floats, launches, devi
     case = make_paged_case([170, 190, 64], [1, 1, 1], 2, 16, 16, torch.float32, device)
     compare(case, [([0, 1], 10)], 4, torch.float32, scratch=make_scratch(device, num_floats=floats))
     assert len(found) == launches
+
+
+def test_heads_of_512_fit_but_in_fp32_or_in_large_groups():
+    for heads, kv_heads in ((8, 2), (16, 1), (32, 4)):
+        config = prefix_attention_config(64, heads, kv_heads, 512, is_fp32=False)
+        assert config is not None
+        assert config.block_m == 32
+    assert prefix_attention_config(64, 8, 2, 512, is_fp32=True) is None
+    assert prefix_attention_config(64, 64, 1, 512, is_fp32=False) is None
 
 
 def test_configurations_have_room_for_whole_rows():

@@ -40,6 +40,7 @@ shared_prefix.shared_decode_attention(
         (64, 32, 8, 128, "bfloat16", "bfloat16", 64),
         (8, 14, 2, 64, "bfloat16", "float8_e4m3fn", 64),
         (64, 16, 8, 256, "bfloat16", "bfloat16", 16),
+        (64, 8, 2, 512, "bfloat16", "bfloat16", 16),
         (64, 71, 1, 64, "float32", "float32", 64),
     ],
 )

@@ -19,7 +19,7 @@ from inferengine.executor.settings import ExecutorSettings
 from inferengine.kernels.batch import MOST_GROUPS, StepColumns
 from inferengine.layers.decoder_config import DecoderConfig
 
-WIDEST_HEAD = 256  # of which kernels/cuda/dispatch.py's prefix_attention_config has tiles
+WIDEST_HEAD = 512  # of which kernels/cuda/dispatch.py's prefix_attention_config has tiles
 LEAST_TOKENS = 256  # of a prefix
 LEAST_SAVED = 128 << 20  # bytes of keys and values that a layer need not read again; 98 MB saved an H100 nothing
 

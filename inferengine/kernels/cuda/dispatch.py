@@ -821,15 +821,16 @@ def prefix_attention_config(
     KV head, or one head, do not fit into a tile. Not measured: tiles are as of prompts, and parts as for one group
     of all rows."""
     heads = 1 << (num_heads // num_kv_heads - 1).bit_length()  # of a row, in a tile
-    largest = 32 if is_fp32 else 64 if head_dim > 128 else LARGEST_QUERY_TILE
-    if heads > LARGEST_QUERY_TILE or head_dim > 256:
+    largest = 32 if is_fp32 or head_dim > 256 else 64 if head_dim > 128 else LARGEST_QUERY_TILE
+    if heads > LARGEST_QUERY_TILE or head_dim > 512 or (head_dim > 256 and (is_fp32 or heads > largest)):
         return None
     queries = 1 << (num_rows * heads - 1).bit_length()
     block_m = max(16, heads, min(queries, largest))
     programs = num_kv_heads * max(1, num_rows * heads // block_m)
     splits = max(1, min(32, 1 << (PROGRAMS // programs).bit_length() - 1)) if programs <= PROGRAMS else 1
     wide = head_dim > 128 or is_fp32
-    return PrefixConfig(block_m, 32 if wide else 64, splits, 8 if block_m >= 128 else 4, 2 if wide else 3)
+    warps = 8 if block_m >= 128 or head_dim > 256 else 4
+    return PrefixConfig(block_m, 32 if wide else 64, splits, warps, 2 if wide else 3)
 
 
 @lru_cache(maxsize=64)
