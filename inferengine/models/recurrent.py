@@ -21,6 +21,9 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 from inferengine.layers.decoder_config import StateTensor
 from inferengine.models.decoder import PartOfStep
 
+CHANGE = 8.0  # of every number of a state, which its reader must notice
+NOTHING = "nothing"
+
 
 class StatePlace(NamedTuple):
     """Where transformers' cache holds a state: the layer, the attribute of its cache, and the key there."""
@@ -233,6 +236,7 @@ class RecurrentStates:
         self._old: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None  # what the step has overwritten
         self.part: PartOfStep = lambda tokens: nullcontext()
         self.one_by_one = False  # the modules continue a state by one token at a time (Mamba 1)
+        self._probes = False
         for module, layers in modules.layers:
             module.__dict__["forward"] = self._in_pieces(module.forward, layers)
 
@@ -246,6 +250,16 @@ class RecurrentStates:
         """Set the rows of the next step by its columns [R], [R], [R + 1]. `keep_old`: `undo` may follow."""
         self._pieces = pieces_of(slots, starts, query_start, device, one_by_one=self.one_by_one)
         self._old = [] if keep_old else None
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Inside, find out whether all modules read all of their states in a step of several tokens that follow others:
+        another state must give another output, bit by bit. Where one does not, `one_by_one` is set."""
+        self._probes = True
+        try:
+            yield
+        finally:
+            self._probes = False
 
     def undo(self) -> None:
         """Take the step back."""
@@ -263,6 +277,8 @@ class RecurrentStates:
             for piece in step.pieces:
                 own = [piece.of(each, step.num_tokens) for each in args]
                 named = {name: piece.of(each, step.num_tokens) for name, each in options.items()}
+                if self._probes:
+                    self._probe(lambda: forward(*own, **named), piece, layers)  # noqa: B023  called at once
                 is_part = len(piece.tokens) < step.num_tokens or step.order is not None
                 with self._states_of(piece, layers), self.part(piece.tokens) if is_part else nullcontext():
                     outputs.append(forward(*own, **named))
@@ -270,27 +286,39 @@ class RecurrentStates:
 
         return call
 
+    def _probe(self, compute: Callable[[], torch.Tensor], piece: Piece, layers: tuple[int, ...]) -> None:
+        """Set `one_by_one` where another state of a kind gives the same output."""
+        outputs: dict[str, torch.Tensor] = {}
+        kinds = {place.attribute for layer in layers for place, _ in self._places.get(layer, ())}
+        for changed in (NOTHING, *kinds):
+            with self._states_of(piece, layers, changed=changed):
+                outputs[changed] = compute()
+        self.one_by_one |= any(torch.equal(outputs[kind], outputs[NOTHING]) for kind in kinds)
+
     @contextmanager
-    def _states_of(self, piece: Piece, layers: tuple[int, ...]) -> Iterator[None]:
-        """Inside, the cache holds the states of the piece's slots; afterwards what has become of them is kept."""
+    def _states_of(self, piece: Piece, layers: tuple[int, ...], *, changed: str = "") -> Iterator[None]:
+        """Inside, the cache holds the states of the piece's slots; afterwards what has become of them is kept. With
+        `changed` those of a kind, or NOTHING, are others, and nothing is kept."""
         usual = {layer: self.cache.layers[layer] for layer in layers}
         for layer in layers:
-            self.cache.layers[layer] = self._layer_of(piece, layer)
+            self.cache.layers[layer] = self._layer_of(piece, layer, changed)
         try:
             yield
-            for layer in layers:
+            for layer in layers if not changed else ():
                 for place, number in self._places.get(layer, ()):
                     self._write(number, piece, getattr(self.cache.layers[layer], place.attribute)[place.key])
         finally:
             for layer, each in usual.items():
                 self.cache.layers[layer] = each
 
-    def _layer_of(self, piece: Piece, layer: int) -> LinearAttentionLayer:
+    def _layer_of(self, piece: Piece, layer: int, changed: str) -> LinearAttentionLayer:
         """transformers' cache of one layer, with the states of these slots; without any for the first tokens."""
         usual: Any = self.cache.layers[layer]
         made = LinearAttentionLayer(number_of_states=usual.number_of_states)
         for place, number in () if piece.is_fresh else self._places.get(layer, ()):
             state = self._tensors[number].index_select(0, piece.slots)
+            if place.attribute == changed:
+                state += CHANGE
             getattr(made, place.attribute)[place.key] = state
             getattr(made, f"is_{place.attribute}_initialized")[place.key] = True
             if place.attribute == "conv_states":

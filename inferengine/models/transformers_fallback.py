@@ -661,6 +661,9 @@ class TransformersModel(DecoderModel):
             rows = [(other if slot else ids)[part] for slot, part in zip(slots, parts, strict=True)]
             return self._hidden(torch.cat(rows), torch.cat([positions[part] for part in parts]))
 
+        step([0], [0], [2])
+        with states.probing():
+            step([0], [2], [count - 2])
         together = step([0], [0], [count])
         found = [step([0, 1], [0, 0], [1, count - 2])[:1], step([1, 0], [count - 2, 1], [1, count - 2])[1:]]
         found.append(step([1, 0], [count - 1, count - 1], [1, 1])[1:])

@@ -87,6 +87,14 @@ def expected_of(model: Any, engine: Engine, prompt: list[int], uid: int) -> list
     return greedy_reference(model, prompt, engine.outputs[uid])
 
 
+@pytest.mark.parametrize(("name", "is_divided"), [("mamba, no attention, token by token", True), ("lfm2", False)])
+def test_a_module_that_begins_anew_after_each_chunk_is_found_in_16_bits(name, is_divided, tmp_path):
+    """Where rounding is as large as what is missing."""
+    case = CASES[name]
+    engine = Engine(save(model_of(case.config, case.values), tmp_path), model={"dtype": "bfloat16"})
+    assert engine.executor.model.states.one_by_one is is_divided
+
+
 def test_a_slot_that_had_another_request_begins_anew(qwen):
     model, folder = qwen
     engine = Engine(folder, max_num_seqs=1)
