@@ -70,6 +70,17 @@ def test_the_noise_of_the_cpu_is_the_definition_bit_by_bit(shape: tuple[int, int
     assert torch.equal(torch.from_numpy(philox_by_numpy(seeds, positions, blocks)), expected)
 
 
+@pytest.mark.parametrize("num_blocks", [1, 5, 64])
+def test_philox_in_parts_gives_the_same_words(num_blocks, monkeypatch):
+    seeds, positions = torch.arange(9) * 3**25, torch.arange(9) + 2**20
+    blocks = torch.arange(num_blocks).unsqueeze(0)
+    of_rows = blocks + torch.arange(9).unsqueeze(1)
+    whole = [philox_by_numpy(seeds, positions, each) for each in (blocks, of_rows)]
+    monkeypatch.setattr(reference_sampling, "BLOCKS_AT_ONCE", 20)
+    for each, expected in zip((blocks, of_rows), whole, strict=True):
+        assert np.array_equal(philox_by_numpy(seeds, positions, each), expected)
+
+
 def test_noise_for_some_tokens_is_that_of_the_whole_vocabulary():
     seeds, positions = torch.tensor([7, -3]), torch.tensor([4, 90])
     ids = torch.tensor([[0, 5, 300], [1, 2, 3]])

@@ -23,8 +23,9 @@ from torch.nn import functional
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root mean square norm of the last dimension, in fp32 (Zhang and Sennrich 2019). x [..., E], weight [E]."""
-    if x.dtype == torch.float32 and x.is_cpu and x.numel() <= FEW_ROWS * x.shape[-1]:
-        return torch.from_numpy(rms_norm_of_few(x.numpy(), weight.numpy(), eps))
+    if x.dtype == weight.dtype == torch.float32 and x.is_cpu and x.numel() <= FEW_ROWS * x.shape[-1]:
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(rms_norm_of_few(x.numpy(), weight.numpy(), eps))
     wide = x if x.dtype == torch.float32 else x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.addcmul(_constant(eps, wide.device), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
