@@ -271,8 +271,10 @@ class TorchExecutor:
         return StepDraws(self.ops, self.slots, plan, batch, logits, prompt=prompt, embeddings=embeddings)
 
     def _keep_what_draws(self, batch: Batch) -> None:
-        """Have the last layer leave out the tokens of prompts that nothing is drawn after."""
-        if batch.num_samples < batch.num_tokens and self.model.can_keep and self.communicator is None:
+        """Have the last layer leave out the tokens of prompts that nothing is drawn after. Steps of one token a row are
+        the decode runner's, which computes all."""
+        has_chunks = batch.num_rows < batch.num_tokens
+        if has_chunks and batch.num_samples < batch.num_tokens and self.model.can_keep and self.communicator is None:
             batch.kept_tokens = batch.sample_tokens if batch.num_samples else batch.sample_tokens.new_zeros(1)
 
     def _logits(self, hidden: torch.Tensor, rows: np.ndarray) -> torch.Tensor:

@@ -72,3 +72,10 @@ def test_of_a_prompt_the_last_layer_computes_the_last_token_alone(folder: Path, 
     prompts = [(tokens, states) for tokens, states in num_states if tokens > len(PROMPTS)]
     assert prompts
     assert all(states < tokens for tokens, states in prompts)
+
+
+def test_chunks_of_one_token_run_beside_decodes(folder: Path) -> None:
+    """A step of one token a row may draw after some rows alone: a prompt may have several tokens left to compute."""
+    prompts = [*PROMPTS, [7, 8, 9] * 4]
+    expected = Engine(folder).generate(prompts, 12)
+    assert Engine(folder, prefill_chunk=1).generate(prompts, 12) == expected
