@@ -35,6 +35,16 @@ def test_the_prompt_is_computed_once_even_without_the_prefix_cache() -> None:
     assert run.executor.num_computed_tokens == 18 + 3 * 1 + 4 * 4
 
 
+def test_with_states_each_choice_computes_the_prompt_and_none_waits_for_another() -> None:
+    requests = choices(4, prompt=18, max_tokens=5)
+    run = Run(make_capacity(64)._replace(has_states=True)).submit(*requests)
+    run.step()
+    assert run.scheduler.snapshot().num_running >= 3  # of 64 tokens in a step
+    run.to_end()
+    assert run.outputs == {request.uid: expected_output(request) for request in requests}
+    assert run.executor.num_computed_tokens == 4 * (18 + 4)
+
+
 def test_choices_hold_the_prompt_blocks_once() -> None:
     run = Run(make_capacity(64)).submit(*choices(5, prompt=20, max_tokens=30))
     for _ in range(3):

@@ -173,7 +173,7 @@ class SchedulerState:
         self.num_grammars = 0  # unfinished sequences with a grammar
         self.num_scored = 0  # unfinished sequences that ask for log-probabilities
         self.stats = SchedulerStats()
-        self._num_groups = len(capacity.groups)
+        self._num_groups, self._has_states = len(capacity.groups), capacity.has_states
         self._swapped_out: list[Sequence] = []
         self._layout = 0
 
@@ -362,7 +362,7 @@ class SchedulerState:
     def _queue(self, sequence: Sequence) -> None:
         fork_of = sequence.request.fork_of
         parent = self.sequences.get(fork_of) if fork_of is not None else None
-        if parent is not None and parent.first_token_s is None:
+        if parent is not None and parent.first_token_s is None and not self._has_states:
             self.forks.hold(parent.uid, sequence)
         else:
             self.waiting.push(sequence)
