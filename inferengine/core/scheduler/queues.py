@@ -435,13 +435,23 @@ class FairShare:
 
     def push(self, sequence: Sequence) -> None:
         """Add a new sequence."""
-        self._count(sequence, 1)
-        self._queue_of(self._name(sequence)).push(sequence)
+        self._length += 1
+        self.num_tokens += sequence.num_prompt
+        name = sequence.request.share[self._level]
+        queue = self._queues.get(name)
+        if queue is None:
+            queue = self._new_queue(name)
+        queue.push(sequence)
 
     def push_back(self, sequence: Sequence) -> None:
         """Add a preempted sequence, before all that were never admitted."""
-        self._count(sequence, 1)
-        self._queue_of(self._name(sequence)).push_back(sequence)
+        self._length += 1
+        self.num_tokens += sequence.num_prompt
+        name = self._name(sequence)
+        queue = self._queues.get(name)
+        if queue is None:
+            queue = self._new_queue(name)
+        queue.push_back(sequence)
 
     def peek(self, now: float, num_running: int) -> Sequence | None:
         """Return the sequence to admit next, or None."""
@@ -466,8 +476,9 @@ class FairShare:
         if self._head is None:
             raise RuntimeError("pop without peek")
         sequence, self._head, self._first = self._head.pop(), None, None
-        self._count(sequence, -1)
-        name = self._name(sequence)
+        self._length -= 1
+        self.num_tokens -= sequence.num_prompt
+        name = sequence.request.share[self._level]
         if not len(self._queues[name]):
             del self._queues[name]
             if name not in self._num_running:
@@ -479,7 +490,8 @@ class FairShare:
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a finished sequence."""
-        self._count(sequence, -1)
+        self._length -= 1
+        self.num_tokens -= sequence.num_prompt
         name = self._name(sequence)
         queue = self._queues[name]
         queue.remove(sequence)
@@ -492,28 +504,30 @@ class FairShare:
 
     def started(self, sequence: Sequence) -> None:
         """Count a sequence as running."""
-        name = self._name(sequence)
+        name = sequence.request.share[self._level]
         if name not in self._counters:  # dropped while the sequence waited for fault isolation, not here
             self._lift(name)
         self._resting.pop(name, None)
-        self._num_running[name] += 1
-        if self._num_running[name] == 1 and name in self._queues:
+        num_running = self._num_running[name] = self._num_running[name] + 1
+        if num_running == 1 and name in self._queues:
             self._enter(name)
         if not self._is_last:
             self._part_of(name).started(sequence)
 
     def stopped(self, sequence: Sequence) -> None:
         """Count a sequence as not running."""
-        name = self._name(sequence)
+        name = sequence.request.share[self._level]
         if not self._is_last:
             self._parts[name].stopped(sequence)
-        self._num_running[name] -= 1
-        if not self._num_running[name]:
-            del self._num_running[name]
-            if name in self._queues:
-                self._enter(name)
-            else:
-                self._left(name)
+        num_running = self._num_running[name] - 1
+        if num_running:
+            self._num_running[name] = num_running
+            return
+        del self._num_running[name]
+        if name in self._queues:
+            self._enter(name)
+        else:
+            self._left(name)
 
     def claims(self, now: float, num_slots: float, *, has_free_slot: bool) -> Iterator[Claim]:
         """Yield the next sequence if its name has nothing running or much less than its share, and then those that
@@ -618,11 +632,10 @@ class FairShare:
 
     def _num_active(self) -> int:
         """Names with anything waiting or running. Only those that run are gone through, at most as many as slots."""
-        return len(self._queues) + sum(name not in self._queues for name in self._num_running)
-
-    def _count(self, sequence: Sequence, change: int) -> None:
-        self._length += change
-        self.num_tokens += change * sequence.num_prompt
+        num_waiting = len(self._queues)
+        if num_waiting == 1 == len(self._num_running) and self._num_running.keys() == self._queues.keys():
+            return 1  # the usual case
+        return num_waiting + sum(name not in self._queues for name in self._num_running)
 
     def _charge(self, share: Share, service: float) -> None:
         name = share[self._level]
@@ -638,13 +651,11 @@ class FairShare:
         """Whether all that ran lately is of one share."""
         return len(self._counters) == 1 and all(part._knows_one() for part in self._parts.values())
 
-    def _queue_of(self, name: str) -> FirstComeFirstServed | FairShare:
-        queue = self._queues.get(name)
-        if queue is None:
-            if name not in self._num_running:
-                self._lift(name)
-            queue = self._queues[name] = FirstComeFirstServed() if self._is_last else self._part_of(name)
-            self._enter(name)
+    def _new_queue(self, name: str) -> FirstComeFirstServed | FairShare:
+        if name not in self._num_running:
+            self._lift(name)
+        queue = self._queues[name] = FirstComeFirstServed() if self._is_last else self._part_of(name)
+        self._enter(name)
         return queue
 
     def _part_of(self, name: str) -> FairShare:
