@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 
+from frontends.http.openai.response_store import FOLDER_PREFIX
 from inferengine.config import Config
 from inferengine.core.executor import DeviceLost
 from inferengine.executor.parallel.executor import ParallelExecutor
@@ -43,6 +44,11 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm, but for those of front ends, which other tests run at the same time."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(FOLDER_PREFIX)}
 
 
 def reasons_of(ranks: Ranks) -> SimpleQueue[str]:
@@ -76,7 +82,7 @@ def test_a_rank_that_runs_out_of_memory_says_so_and_leaves_nothing(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 alone, which may map 24 MiB more; a layer's weights take 92, or what a step of 24 tokens makes of them."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # of the rank: arenas of threads reserve addresses
     wide = {**SHAPES, "num_hidden_layers": 1, "intermediate_size": 500_000}
     for name, values in (("small", SHAPES), ("wide", wide)):
@@ -98,7 +104,7 @@ def test_a_rank_that_runs_out_of_memory_says_so_and_leaves_nothing(
     finally:
         pair.close()
     assert all(is_gone(pid) for pid in pair.ranks.pids)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_memory() <= before
 
 
 RANDOM = {"load_format": "dummy"}
@@ -145,10 +151,10 @@ def test_ranks_end_with_rank_0_however_it_ends(stopped: bool) -> None:
 
 
 def test_closing_any_number_of_times_leaves_nothing(ranks: Ranks) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     ranks.close()
     ranks.close()
-    assert set(os.listdir("/dev/shm")) <= before
+    assert shared_memory() <= before
 
 
 class Told:
