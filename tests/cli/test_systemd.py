@@ -40,8 +40,8 @@ def test_a_python_that_all_may_run_is_named_and_nothing_else_changes(python: str
 @pytest.mark.parametrize(
     ("python", "folders"),
     [
-        ("/root/.pyenv/versions/3.12.1/bin/python3.12", ["/root/.pyenv/versions/3.12.1"]),
-        ("/srv/venv/bin/python", ["/srv/venv", "/root/.pyenv/versions/3.12.1"]),
+        ("/home/ann/.pyenv/versions/3.12.4/bin/python3.12", ["/home/ann/.pyenv/versions/3.12.4"]),
+        ("/srv/venv/bin/python", ["/srv/venv", "/root/python-3.12"]),
         (
             "/home/ann/.local/share/pipx/venvs/inferengine/bin/python",
             ["/home/ann/.local/share/pipx/venvs/inferengine", "/usr"],

@@ -12,7 +12,7 @@ import torch
 from inferengine.config import Config
 from inferengine.executor.torch_executor import build_executor
 from tests.executor.engine import Engine, Foreknowledge
-from tests.models.checkpoints import SHAPES, greedy_reference, logits_reference
+from tests.models.checkpoints import SHAPES, greedy_reference, logits_reference, model_of, save
 
 BARE: dict[str, Any] = {**SHAPES, "num_hidden_layers": 2, "intermediate_size": 72}  # head_dim is not hidden / heads
 EVEN: dict[str, Any] = {name: value for name, value in BARE.items() if name != "head_dim"} | {"hidden_size": 60}
@@ -223,3 +223,17 @@ def compare(
         engine.executor.close()
         raise
     return engine
+
+
+def engine_of(case: Case, folder: Path, **values: Any) -> tuple[Any, Engine]:
+    """transformers' model of a case with random weights, and an engine with it; `values`: of its configuration."""
+    model = model_of(case.config, case.values)
+    return model, Engine(save(model, folder), **values)
+
+
+def error_of_logprobs(prompt: list[int], model: Any, engine: Engine) -> float:
+    """The largest difference of the 20 best log-probabilities after a prompt from transformers'."""
+    uid = engine.submit(prompt, 1, logprobs=20)
+    engine.run()
+    expected = logits_reference(model, prompt)[-1].log_softmax(-1).topk(20).values
+    return float((torch.tensor(engine.logprobs[uid][0].top_logprobs) - expected).abs().max())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,8 @@ from inferengine.models import registry
 from inferengine.quantization.checkpoints import layout_of
 from tests.executor.engine import Engine
 from tests.lora.adapters import write_adapter
-from tests.models.checkpoints import greedy_reference, logits_reference, model_of, save
-from tests.models.families import CASES, compare
+from tests.models.checkpoints import greedy_reference, model_of, save
+from tests.models.families import CASES, compare, engine_of, error_of_logprobs
 from tests.models.published import (
     PUBLISHED_K2,
     PUBLISHED_MOONLIGHT,
@@ -38,18 +37,6 @@ OFTEN = {"first_k_dense_replace": 2, "moe_layer_freq": 3, "num_hidden_layers": 8
 
 def config_of(values: dict[str, Any]) -> DecoderConfig:
     return registry.config_of(values, registry.family(values))
-
-
-def engine_of(case: Any, folder: Path, **values: Any) -> tuple[Any, Engine]:
-    model = model_of(case.config, case.values)
-    return model, Engine(save(model, folder), **values)
-
-
-def error_of_logprobs(model: Any, engine: Engine) -> float:
-    uid = engine.submit(PROMPT, 1, logprobs=20)
-    engine.run()
-    expected = logits_reference(model, PROMPT)[-1].log_softmax(-1).topk(20).values
-    return float((torch.tensor(engine.logprobs[uid][0].top_logprobs) - expected).abs().max())
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------
@@ -234,13 +221,13 @@ def test_a_model_with_latent_attention_may_be_the_draft_model(tmp_path):
 
 def test_an_fp8_cache_is_near(tmp_path):
     model, engine = engine_of(V3, tmp_path, cache={"dtype": "fp8"})
-    assert 1e-4 < error_of_logprobs(model, engine) < 0.3
+    assert 1e-4 < error_of_logprobs(PROMPT, model, engine) < 0.3
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 def test_weights_may_be_quantized_at_load(scheme, tmp_path):
     model, engine = engine_of(V2, tmp_path, model={"quantization": scheme})
-    assert 1e-4 < error_of_logprobs(model, engine) < 0.5
+    assert 1e-4 < error_of_logprobs(PROMPT, model, engine) < 0.5
 
 
 def test_what_attention_takes_apart_is_not_rounded(tmp_path):

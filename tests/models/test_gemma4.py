@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +22,8 @@ from inferengine.layers.rotary import inverse_frequencies
 from inferengine.models import registry
 from tests.executor.engine import Engine
 from tests.lora.adapters import write_adapter
-from tests.models.checkpoints import greedy_reference, logits_reference, model_of, save
-from tests.models.families import CASES, compare
+from tests.models.checkpoints import greedy_reference, model_of, save
+from tests.models.families import CASES, compare, engine_of, error_of_logprobs
 
 E2B, EXPERTS, UNIFIED = (CASES[name] for name in (
     "gemma4-e2b, layers that share keys", "gemma4-26b, experts beside a block", "gemma4-12b"))  # fmt: skip
@@ -47,18 +46,6 @@ PUBLISHED: dict[str, Any] = {  # keys as published, around small shapes
 def config_of(**text: Any) -> DecoderConfig:
     values = {**PUBLISHED, "text_config": {**PUBLISHED["text_config"], **text}}
     return registry.config_of(values, registry.family(values))
-
-
-def engine_of(case: Any, folder: Path, **values: Any) -> tuple[Any, Engine]:
-    model = model_of(case.config, case.values)
-    return model, Engine(save(model, folder), **values)
-
-
-def error_of_logprobs(model: Any, engine: Engine) -> float:
-    uid = engine.submit(PROMPT, 1, logprobs=20)
-    engine.run()
-    expected = logits_reference(model, PROMPT)[-1].log_softmax(-1).topk(20).values
-    return float((torch.tensor(engine.logprobs[uid][0].top_logprobs) - expected).abs().max())
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------
@@ -148,7 +135,7 @@ def test_values_of_a_layer_whose_keys_are_values_are_unexpected(tmp_path):
 @pytest.mark.parametrize(("case", "scheme"), [(E2B, "int8"), (EXPERTS, "fp8")], ids=["int8", "experts in fp8"])
 def test_weights_may_be_quantized_at_load(case, scheme, tmp_path):
     model, engine = engine_of(case, tmp_path, model={"quantization": scheme})
-    assert 1e-4 < error_of_logprobs(model, engine) < 0.5
+    assert 1e-4 < error_of_logprobs(PROMPT, model, engine) < 0.5
 
 
 @pytest.mark.parametrize("case", [E2B, UNIFIED], ids=["E2B", "12B"])
@@ -225,7 +212,7 @@ def test_an_fp8_cache_is_scaled_alike_by_all_layers_that_share_it(tmp_path):
     model, engine = engine_of(case, tmp_path, cache={"dtype": "fp8"})
     scales = [layer.kv_scales for layer in engine.executor.model.modules() if isinstance(layer, Attention)]
     assert scales[3:] == [scales[1], scales[1], scales[2]]
-    assert 1e-5 < error_of_logprobs(model, engine) < 0.3
+    assert 1e-5 < error_of_logprobs(PROMPT, model, engine) < 0.3
 
 
 def test_one_conversation_goes_on_for_long(tmp_path):
