@@ -43,11 +43,12 @@ def qkv_rope_write(
     if num_tokens == 0:
         return q
     new_heads = num_kv_heads if new_keys.has_keys else 0
+    key_norm = q_norm if k_norm is None else k_norm  # a layer without keys of its own has none, and reads none
     heads, each = num_heads + 2 * new_heads, HEADS_PER_PROGRAM if head_dim <= 256 else WIDE_HEADS_PER_PROGRAM
     _rope_write_kernel[(num_tokens, triton.cdiv(heads, each))](
         qkv,
         qkv if q_norm is None else q_norm,
-        q_norm if k_norm is None and q_norm is not None else qkv if k_norm is None else k_norm,
+        qkv if key_norm is None else key_norm,
         qkv if cos_sin is None else cos_sin,
         positions,
         slot_mapping,
