@@ -69,6 +69,15 @@ SEVERAL_CARDS = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "VLLM_SKIP_P2P_CHECK": "1",
 }
+# Of vLLM, where the environment does not say otherwise: nothing can be downloaded or compiled by nvcc, so torch samples
+# in place of FlashInfer.
+PEER_VARIABLES = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 SETTINGS = {
     "peer": "vllm.LLM: bfloat16, load_format dummy, enable_prefix_caching False, all else default (compiled, CUDA "
     "graphs, asynchronous scheduling)",
@@ -422,7 +431,8 @@ class Comparison:
         command += ["--sizes", json.dumps(plan.sizes_of(job.folder)), *(["--quick"] if plan.quick else [])]
         if turns is not None:
             command += ["--group", str(turns), "--place", str(place), "--of", str(of)]
-        environment = {**plan.environment, "CUDA_VISIBLE_DEVICES": plan.cards[index]}
+        own = PEER_VARIABLES if side == "peer" else {}
+        environment = {**own, **plan.environment, "CUDA_VISIBLE_DEVICES": plan.cards[index]}
         if plan.sizes.ranks > 1:
             environment = {**SEVERAL_CARDS, **environment}
         path = plan.peer_path if side == "peer" else str(Path(__file__).resolve().parents[2])

@@ -16,20 +16,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from inferengine.bench.compare import PEER_VARIABLES
 from inferengine.bench.environment import ROOT
 from inferengine.config.environment import variables
 from inferengine.errors import InferEngineError
 
 START_S = 180.0  # for a server to be ready
 END_S = 60.0  # for a server to end after SIGTERM
-# vLLM where nothing can be downloaded or compiled by nvcc: torch samples in place of FlashInfer.
-PEER_VARIABLES = {
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
 
 
 class PeerPlace(NamedTuple):

@@ -28,7 +28,7 @@ from inferengine.bench.report import details, report, standard_fields, table
 from inferengine.cli.command import Arguments, Option, command, output_file
 from inferengine.cli.plan_memory import bytes_of_model
 from inferengine.cli.terminal import with_bar
-from inferengine.config.environment import variables
+from inferengine.config.environment import variables, visible_cards
 from inferengine.errors import ConfigError, ExitCode
 
 OPTIONS = {
@@ -236,7 +236,7 @@ def compare(arguments: Arguments) -> int:
             raise ConfigError(f"--{name}", f"knows {', '.join(known)}; got '{min(unknown)}'")
     written = {name: output_file(f"--{name}", values[name]) for name in ("json", "markdown") if values[name]}
     ranks = values["tensor_parallel"]
-    cards = values["cards"].split(",") if values["cards"] else [str(card) for card in range(ranks)]
+    cards = values["cards"].split(",") if values["cards"] else visible_cards()[:ranks] or ["0"]
     if len(cards) % ranks:
         raise ConfigError("--cards", f"{len(cards)} cards are no multiple of --tensor-parallel {ranks}")
     kv_tokens = values["kv_tokens"] or (compare_engines.KV_TOKENS if values["load_together"] else 0)

@@ -67,6 +67,7 @@ class Engine:
         self.prompt_logprobs: dict[int, list[Any]] = {}
         self.embeddings: dict[int, list[float]] = {}
         self.finished: dict[int, Finished] = {}
+        self.largest_difference = 0.0  # of log-probabilities from a reference's, where a test compares them
         self._uid = 0
 
     def submit(self, prompt: list[int], max_tokens: int = 64, **values: Any) -> int:

@@ -265,13 +265,14 @@ class Children:
                 self._end(self._running[BF16, 1])  # it would wait for the other's file
 
     def outputs(self, name: str, ranks: int) -> Outputs | str:
-        """What a process found, or the end of what it said."""
+        """What a process found, or the errors it named and the end of what it said."""
         if self.out(name, ranks).exists():
             found: Outputs = json.loads(self.out(name, ranks).read_text())
             return found
         ended = self._running[name, ranks].poll() is not None
-        said = self._log(name, ranks).read_text(errors="replace").strip().splitlines()[-12:]
-        return f"{ranks} ranks {'failed' if ended else 'took too long'}: " + "\n    ".join(said)
+        said = self._log(name, ranks).read_text(errors="replace").strip().splitlines()
+        named = [line for line in said[:-12] if "Error" in line or "error:" in line][:12]
+        return f"{ranks} ranks {'failed' if ended else 'took too long'}: " + "\n    ".join(named + said[-12:])
 
     def close(self) -> None:
         """End all that still run, their ranks too."""

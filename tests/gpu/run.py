@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from inferengine.bench.environment import write_result
+from inferengine.config.environment import visible_cards
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
@@ -73,7 +74,8 @@ class Runner:
         self._lock = threading.Lock()
         self.results: list[dict[str, object]] = []
 
-    def lane(self, card: int) -> None:
+    def lane(self, card: str) -> None:
+        """Run parts with this value of CUDA_VISIBLE_DEVICES."""
         while True:
             with self._lock:
                 if not self._waiting:
@@ -81,13 +83,13 @@ class Runner:
                 part = self._waiting.pop(0)
             self._run(part, card)
 
-    def _run(self, part: Part, card: int) -> None:
+    def _run(self, part: Part, card: str) -> None:
         begin = time.monotonic()
         limit_s = min(part.limit_s, self._end_s - begin)
         path = self._logs / f"{part.name}.log"
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()}
         if part.cards == 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(card)
+            environment["CUDA_VISIBLE_DEVICES"] = card
         with path.open("w") as log:
             process = subprocess.Popen(
                 part.command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -157,7 +159,8 @@ def main() -> int:
     chosen = [part for part in chosen if part.cards <= cards]
     runner = Runner(list(chosen), options.logs, options.total_seconds)
     begin = time.monotonic()
-    lanes = [threading.Thread(target=runner.lane, args=(lane % cards,)) for lane in range(2 * cards)]
+    names = visible_cards()[:cards]
+    lanes = [threading.Thread(target=runner.lane, args=(card,)) for card in 2 * names]
     for lane in lanes:
         lane.start()
     for lane in lanes:

@@ -149,7 +149,7 @@ def test_packed_values_may_be_normed_and_may_be_the_keys(heads, kv_heads, head_d
         (0, heads), (heads, kv_heads), (heads + new_keys.has_values * kv_heads, kv_heads)))  # fmt: skip
     positions = (case.row_len - 1).clamp_min(0)
     q, k = (reference_rope(reference_norm(x, gain, 1e-6), cos_sin, positions) for x, gain in ((q, q_norm), (k, k_norm)))
-    v = reference_norm(v, torch.ones(head_dim), 1e-6)
+    v = reference_norm(v, torch.ones(head_dim, device=device), 1e-6)
     expected_kv = case.kv.clone()
     for row, length in enumerate(row_lens[:2]):
         block = int(case.block_table[int(case.row_slot[row]), (length - 1) // block_size])

@@ -91,7 +91,7 @@ def test_values_may_be_normed_or_the_keys_or_there_is_nothing_new(heads, kv_head
         else qkv.view(3, packed, head_dim).double().split([heads, *[kv_heads] * ((packed - heads) // kv_heads)], 1)
     )
     if new_keys.has_keys:
-        values = reference_norm(new[-1], torch.ones(head_dim), 1e-6) if new_keys.value_norm else new[-1]
+        values = reference_norm(new[-1], torch.ones(head_dim, device=device), 1e-6) if new_keys.value_norm else new[-1]
         keys = reference_rope(reference_norm(new[0], k_norm, 1e-6), cos_sin, positions)
         for token, slot in enumerate(slots.tolist()):
             expected[slot // 16, :, :, slot % 16] = torch.stack((keys[token], values[token]))

@@ -41,13 +41,15 @@ def longrope(partial: float = 1.0) -> dict[str, Any]:
 
 
 class Case(NamedTuple):
-    """One configuration: transformers' config class, its values, and what the engine's section `model` needs."""
+    """One configuration: transformers' config class, its values, what the engine's section `model` needs, and how far
+    log-probabilities may be from transformers'."""
 
     config: str
     values: dict[str, Any]
     lengths: tuple[int, ...] = (3, 37, 17, 29)
     model: dict[str, Any] | None = None
     num_tokens: int = 16
+    within: float = 1e-4
 
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "num_hidden_layers": 2}
@@ -173,7 +175,8 @@ MORE: dict[str, Case] = {  # for scripts/compare_families
                                                 "tie_word_embeddings": True}),
     "gemma4-31b, heads of 512": Case("Gemma4TextConfig", {
         **GEMMA4, "num_attention_heads": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 1, "head_dim": 256,
-        "global_head_dim": 512, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}),
+        "global_head_dim": 512, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+        within=1e-3),  # scores of 512 products at scale 1: a last digit of the angles moves the reference by 2e-4
     "gemma4-e4b, published pattern": Case("Gemma4TextConfig", {
         **{key: value for key, value in GEMMA4.items() if key != "layer_types"}, "num_hidden_layers": 12,
         "num_kv_shared_layers": 5, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 301}),
@@ -217,7 +220,8 @@ def compare(
             best = logits_reference(model, prompt + output[:-1])[len(prompt) - 1 :].log_softmax(-1).topk(20).values
             found = torch.tensor([item.top_logprobs for item in engine.logprobs[uid]])
             difference = float((found - best).abs().max())
-            assert difference < 1e-4, f"log-probabilities differ by {difference}"
+            assert difference < case.within, f"log-probabilities differ by {difference}"
+            engine.largest_difference = max(engine.largest_difference, difference)
         assert (engine.core.scheduler.snapshot().num_drafts_accepted > 0) is not engine.capacity.has_states
     except BaseException:
         engine.executor.close()
