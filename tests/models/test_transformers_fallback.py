@@ -45,7 +45,8 @@ CASES = {
     "granite-moe-shared": Case("GraniteMoeSharedConfig", {**EVEN, "num_local_experts": 6, "num_experts_per_tok": 3,
                                                           "shared_intermediate_size": 56}),
     "youtu, latent": Case("YoutuConfig", {**EVEN, **LATENT}),
-    "granite-swa, sinks": Case("GraniteSWAConfig", {**EVEN, "sliding_window": 12, "num_hidden_layers": 4}),
+    "granite-swa, sinks": Case("GraniteSWAConfig", {**EVEN, "sliding_window": 12, "num_hidden_layers": 4},
+                               within=1e-3),  # one last digit in its weights moves the reference by 2e-4
     "granite-4-micro, attention alone": Case("GraniteMoeHybridConfig", {
         **EVEN, "num_local_experts": 0, "shared_intermediate_size": 64, "layer_types": ["full_attention"] * 2,
         "position_embedding_type": "rope", "mamba_n_heads": 12, "mamba_d_head": 10}),
