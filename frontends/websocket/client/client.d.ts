@@ -289,6 +289,7 @@ export class InferEngineSocket extends EventTarget {
   subscribeStats(intervalSeconds?: number): void;
   /** Reconnect now, without waiting for the next attempt. */
   retryNow(): void;
+  /** Close for good. Open generations end with InferEngineError; detached requests run on at the server. */
   close(): void;
 }
 

@@ -42,6 +42,11 @@ const TOO_LARGE_ERROR = {
   remedy: "Send a shorter one, or begin a new conversation.",
 };
 const LOST_ERROR = { code: "cancelled", message: "The connection was lost.", remedy: "Ask again." };
+const CLOSED_ERROR = {
+  code: "engine_unavailable",
+  message: "The client was closed.",
+  remedy: "Use another client. Its resume() reads a detached request on, which still runs.",
+};
 
 /** An error of the service. `code` is stable, `field` names what to change. */
 export class InferEngineError extends Error {
@@ -212,17 +217,23 @@ export class InferEngineSocket extends EventTarget {
     else this.retryNow();
   }
 
-  /** Close the connection for good. Detached requests run on. */
+  /** Close the connection for good. Every open generation fails here; detached requests run on at the server. */
   close() {
     this._closed = true;
     clearTimeout(this._timer);
     clearTimeout(this._silenceTimer);
     this._socket?.close(1000);
+    for (const generation of this._generations.values()) generation._fail(new InferEngineError(CLOSED_ERROR));
+    this._generations.clear();
   }
 
   _start(frame, cursors) {
     const id = `r${this._nextId++}`;
     const generation = new Generation(this, id, frame, cursors);
+    if (this._closed) {
+      generation._fail(new InferEngineError(CLOSED_ERROR));
+      return generation;
+    }
     this._generations.set(id, generation);
     this._sendGeneration(generation);
     return generation;
