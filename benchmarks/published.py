@@ -72,6 +72,8 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "comparison": ("compare-h200.json", comparison),
     "shapes": ("compare-shapes-h200.json", compare_engines.markdown),
     "mixtures": ("compare-moe-h200.json", compare_engines.markdown),
+    "qwen3-30b-h100": ("compare-qwen-moe-h100.json", compare_engines.markdown),
+    "gpt-oss-20b-h100": ("compare-gpt-oss-h100.json", compare_engines.markdown),
     "steps-8b": ("kernels-h200.json", lambda results: step_table(results["models"]["llama-8b"])),
     "steps-0.6b": ("kernels-h200.json", lambda results: step_table(results["models"]["qwen-0.6b"])),
     "products-8b": ("kernels-h200.json", lambda results: product_table(results["models"]["llama-8b"])),

@@ -201,6 +201,8 @@ def request_bodies(options: LoadOptions, model: str) -> list[bytes]:
             "temperature": options.temperature,
             **options.body,
         }
+        if "structured_outputs" in options.body:  # a complete text would end the output here, and not at other servers
+            body["min_tokens"] = item.num_output
         prompt = prefix[: item.shared] + _prompt(options, generator, item.num_prompt - item.shared)
         if options.chat:
             body["messages"] = [{"role": "user", "content": " ".join(prompt)}]

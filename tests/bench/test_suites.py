@@ -14,7 +14,7 @@ import pytest
 
 from inferengine.bench import suites
 from inferengine.bench.environment import ROOT, environment, write_result
-from inferengine.bench.load_options import WORKLOADS, LoadOptions, sizes_of
+from inferengine.bench.load_options import WORKLOADS, LoadOptions, request_bodies, sizes_of
 from inferengine.cli import main as cli
 from inferengine.errors import ExitCode
 from tests.bench.servers import serving
@@ -108,6 +108,14 @@ def test_the_fields_of_a_feature_are_in_every_request() -> None:
         fields = suites.FEATURES[name]
         sent = [body for body in server.bodies if fields.items() <= body.items()]
         assert len(sent) == 4, "two before the clock starts and two after"
+
+
+def test_a_grammar_is_asked_for_all_tokens_of_the_output() -> None:
+    """A server that ends with the text, and one that goes on without the grammar, would do different work."""
+    body = suites.FEATURES["regex"]
+    for request in request_bodies(LoadOptions(url="http://127.0.0.1:1", requests=3, output="5:9", body=body), "fake"):
+        sent = json.loads(request)
+        assert sent["min_tokens"] == sent["max_tokens"]
 
 
 def test_the_loads_of_a_series_that_is_ended_early_are_in_its_file(
