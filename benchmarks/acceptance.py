@@ -64,7 +64,7 @@ def _prompts(questions: list[str]) -> list[list[int]]:
 
 @torch.inference_mode()
 def _rates(target: Any, draft: Any, prompt: list[int], temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """(rejection sampling, coupling): the probability of acceptance at each position of one sampled answer."""
+    """Return (rejection sampling, coupling): the probability of acceptance at each position of one sampled answer."""
     ids = target.generate(
         torch.tensor([prompt]), do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
         max_new_tokens=OUTPUT_TOKENS,
@@ -94,7 +94,7 @@ def _summary(rates: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
 
 
 def _tokens(answers: list[np.ndarray]) -> float:
-    """Expected tokens of a step with DRAFT_TOKENS draft tokens, over all positions."""
+    """Return expected tokens of a step with DRAFT_TOKENS draft tokens, over all positions."""
     steps = [
         1 + np.cumprod(one[begin : begin + DRAFT_TOKENS]).sum()
         for one in answers

@@ -81,8 +81,8 @@ class Grid:
         self._runs: list[list[TimedStep]] = []  # of each scenario
 
     def deal(self, num_parts: int) -> list[list[Scenario]]:
-        """Every scenario once, in an order that spreads a machine's moods over all of them; each part has some of every
-        kind."""
+        """Return every scenario once, in an order that spreads a machine's moods over all of them; each part has some
+        of every kind."""
         scenarios = [*self._decodes(), *self._drains(), *self._prompts(), *self._streams()]
         self._random.shuffle(scenarios)
         return [scenarios[part::num_parts] for part in range(num_parts)]
@@ -92,7 +92,7 @@ class Grid:
             self._run(**scenario)
 
     def steps(self, pace: Pace) -> list[StepShape]:
-        """What has been measured, as the machine would have done it at its reference pace."""
+        """Return what has been measured, as the machine would have done it at its reference pace."""
         found: list[StepShape] = []
         for run in self._runs:
             found += _without_noise([at_reference_pace(step, pace) for step in run])
@@ -110,7 +110,7 @@ class Grid:
                     yield {"prompts": self._ragged(batch, context, longest), "max_tokens": [DECODE_STEPS] * batch}
 
     def _drains(self) -> Iterator[Scenario]:
-        """Requests that come at once and end one after the other, so that their rows have gaps between them."""
+        """Yield requests that come at once and end one after the other, so that their rows have gaps between them."""
         longest = self.capacity.max_model_len - 2 * LONG_OUTPUT
         for batch in (8, 24, 64, 192, 512):
             if batch <= self.capacity.max_num_seqs and batch * DRAIN_PROMPT <= self._token_limit:
@@ -120,7 +120,7 @@ class Grid:
                 }
 
     def _ragged(self, batch: int, mean: int, longest: int) -> list[int]:
-        """Lengths around a mean: rows of equal length are a special case that some kernels do better on."""
+        """Draw lengths around a mean: rows of equal length are a special case that some kernels do better on."""
         return [min(longest, self._random.randint(max(1, mean // 4), 2 * mean - mean // 4)) for _ in range(batch)]
 
     def _prompts(self) -> Iterator[Scenario]:
@@ -133,8 +133,8 @@ class Grid:
                         yield {"prompts": [length, 8], "max_tokens": [1, steps], "prefill_chunk": chunk}
 
     def _streams(self) -> Iterator[Scenario]:
-        """Requests that come and go: prompts beside decodes, rows that change, blocks that lie where others lay. The
-        number of rows wanders around `batch`."""
+        """Yield requests that come and go: prompts beside decodes, rows that change, blocks that lie where others lay.
+        The number of rows wanders around `batch`."""
         for output, batches, lengths in (
             (STREAM_OUTPUT, (2, 6, 12, 24, 48, 96, 192, 384), (48, 128, 320)),
             (LONG_OUTPUT, (8, 32, 96), (256,)),
@@ -153,7 +153,7 @@ class Grid:
     def _run(
         self, prompts: Sequence[int], max_tokens: Sequence[int], *, prefill_chunk: int = 0, per_step: float = math.inf
     ) -> None:
-        """Requests of these lengths, `per_step` of them at each step; infinite: all at once."""
+        """Run requests of these lengths, `per_step` of them at each step; infinite: all at once."""
         options = plain_options(self.capacity, prefill_chunk=prefill_chunk)
         core = EngineCore(self._watch, self.capacity, options, clock=self._clock.now, on_failure=raise_failure)
         self._watch.steps.clear()
@@ -176,12 +176,12 @@ class Grid:
 
 
 def at_reference_pace(step: TimedStep, pace: Pace) -> StepShape:
-    """The step as it would have been at the machine's reference pace."""
+    """Return the step as it would have been at the machine's reference pace."""
     return step.shape._replace(seconds=step.shape.seconds / pace.at(step.end_s, work_of(step.shape)))
 
 
 def _without_noise(shapes: Sequence[StepShape]) -> list[StepShape]:
-    """Up to MERGED steps of equal size in a row as one, with their mean time; steps that took thrice the median do not
+    """Join up to MERGED steps of equal size in a row, with their mean time; steps that took thrice the median do not
     count. (The median would be too fast: what delays some steps a little delays some steps of a real run as well.)"""
     merged: list[StepShape] = []
     for _, group in groupby(shapes, key=lambda shape: (*shape[:3], shape.is_changed, shape.is_device_time)):
@@ -202,12 +202,12 @@ def _without_noise(shapes: Sequence[StepShape]) -> list[StepShape]:
 
 
 def default_token_limit(about: dict[str, Any]) -> int:
-    """Prompt tokens in a scenario: as much KV as a full batch of some hundred tokens each reads."""
+    """Return prompt tokens in a scenario: as much KV as a full batch of some hundred tokens each reads."""
     return 18_000 if "CPU" in about["device"] else 82_000
 
 
 def profile_of(name: str, capacity: Capacity, found: Fit, pace: Pace, about: dict[str, Any]) -> DeviceProfile:
-    """The fit with the sizes it holds for."""
+    """Return the fit with the sizes it holds for."""
     source = {
         **about,
         "pace": pace.summary(),
@@ -228,7 +228,7 @@ def profile_of(name: str, capacity: Capacity, found: Fit, pace: Pace, about: dic
 
 
 def config_of(arguments: argparse.Namespace) -> Mapping[str, Any]:
-    """The config.json of --shape or --model."""
+    """Return the config.json of --shape or --model."""
     if arguments.shape:
         return SHAPES[arguments.shape]
     if arguments.model is None:
@@ -238,7 +238,7 @@ def config_of(arguments: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def product_times(card: str) -> Products:
-    """The times of products with weights of 16 bits in the tables that come with the package."""
+    """Return the times of products with weights of 16 bits in the tables that come with the package."""
     return {
         (key.product.name, key.width, key.columns): tuple((row, rows[row].best_us * 1e-6) for row in sorted(rows))
         for key, rows in shipped(card).entries.items()

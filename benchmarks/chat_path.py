@@ -168,7 +168,7 @@ def report(chat: dict[str, Calls], idle: dict[str, Calls]) -> dict[str, Any]:
 
 
 def lines(results: dict[str, Any]) -> list[str]:
-    """For people: each file with the number of its functions, then the totals."""
+    """Return lines for people: each file with the number of its functions, then the totals."""
     shown = [
         f"{len(found['functions']):>5}  {path}{'  (idle ticks alone)' if found['idle_alone'] else ''}"
         for path, found in results["entered"].items()

@@ -28,7 +28,7 @@ LOAD = 32  # requests of each engine
 
 
 def prompts(count: int, generator: random.Random) -> list[tuple[bool, array[int]]]:
-    """Turns of sessions, mixed: whether it is a first one, and the prompt."""
+    """Return turns of sessions, mixed: whether it is a first one, and the prompt."""
     system = array("I", (generator.randrange(1 << 17) for _ in range(SYSTEM_TOKENS)))
     reservoir = array("I", (generator.randrange(1 << 17) for _ in range(1 << 16)))
     sessions = [system[:] for _ in range(max(1, count // TURNS))]
@@ -42,7 +42,7 @@ def prompts(count: int, generator: random.Random) -> list[tuple[bool, array[int]
 
 
 def measure(policy: str, num_engines: int, asked: list[tuple[bool, array[int]]]) -> dict[str, Any]:
-    """Mean microseconds of a choice."""
+    """Return mean microseconds of a choice."""
     generator = random.Random(1)
     balancer = LoadBalancer([f"engine-{number}" for number in range(num_engines)], policy, generator=generator)
     loads = balancer.loads

@@ -109,7 +109,7 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def random_codes(scheme: str, rows: int, columns: int) -> ExpertCodes:
-    """Codes of a weight [rows, columns], drawn themselves: rounding gigabytes of numbers would take longer."""
+    """Draw the codes of a weight [rows, columns] themselves: rounding gigabytes of numbers would take longer."""
     if scheme == "int8":
         codes = torch.randint(-127, 128, (rows, columns), dtype=torch.int8, device=DEVICE)
         return ExpertCodes(codes, torch.rand(rows, 1, device=DEVICE) * 1e-3 + 1e-4, columns)
@@ -133,7 +133,7 @@ def chosen_experts(shape: Experts, rows: int, routing: str) -> torch.Tensor:
 def expert_variants(
     x: torch.Tensor, weights: list[ExpertMatrix], pairs: Pairs, gating: Gating | None, rule: Any, only_rule: bool
 ) -> Iterator[Variant]:
-    """The configuration in use, then others of every kernel that reads the weight."""
+    """Yield the configuration in use, then others of every kernel that reads the weight."""
     tried: dict[Any, None] = {rule: None}
     if not only_rule:
         mean = pairs.ids.numel() / weights[0].num_experts
@@ -153,7 +153,7 @@ def expert_variants(
 
 
 def expected_pairs(x: torch.Tensor, numbers: torch.Tensor, ids: torch.Tensor, k: int) -> torch.Tensor:
-    """[T * k, rows] fp32 by pair: x's row pair // k times the numbers [experts, rows, columns] of its expert."""
+    """Return [T * k, rows] fp32 by pair: x's row pair // k times the numbers [experts, rows, columns] of its expert."""
     out = torch.empty(ids.numel(), numbers.shape[1], device=DEVICE)
     for expert in range(len(numbers)):
         mine = (ids.flatten() == expert).nonzero().flatten()
@@ -164,7 +164,7 @@ def expected_pairs(x: torch.Tensor, numbers: torch.Tensor, ids: torch.Tensor, k:
 def expert_products(
     name: str, scheme: str, rows: int, routing: str, only_rule: bool, made: Callable[[], Any]
 ) -> Iterator[Any]:
-    """Each product's name, bytes of the experts that it reads, variants, copies and expected result."""
+    """Yield each product's name, bytes of the experts that it reads, variants, copies and expected result."""
     shape, weights = EXPERTS[name], made()
     ids = chosen_experts(shape, rows, routing)
     kind = OPERANDS[weights["down"][0][0].kind]
@@ -198,7 +198,7 @@ def expert_products(
 
 
 def expert_weights(name: str, scheme: str) -> dict[str, tuple[list[ExpertMatrix], torch.Tensor]]:
-    """Each product's copies of the packed weight, and its numbers [experts, rows, columns]."""
+    """Return each product's copies of the packed weight, and its numbers [experts, rows, columns]."""
     shape, found = EXPERTS[name], {}
     for product, rows, columns in (
         ("gate_up", 2 * shape.inner, shape.hidden),
@@ -234,7 +234,7 @@ def chosen_product(products: cuda.CudaProducts, x: torch.Tensor, weights: list[A
 
 
 def dense_products(scheme: str, product: str, row_counts: list[int], only_rule: bool) -> Iterator[Any]:
-    """As expert_products, of one product of a dense layer, cuBLAS among the variants."""
+    """Yield the same as expert_products, of one product of a dense layer, cuBLAS among the variants."""
     scratch, products = Scratch(DEVICE), cuda.CudaProducts(REFERENCE, lambda weight: weight, DEVICE)
     width, columns = DENSE[product]
     made = MADE[scheme](torch.randn(width, columns, device=DEVICE) * columns**-0.5)
@@ -256,7 +256,7 @@ def dense_products(scheme: str, product: str, row_counts: list[int], only_rule: 
 
 
 def dense_variants(x: torch.Tensor, weights: list[Any], scratch: Scratch) -> Iterator[Variant]:
-    """Tiles for x's rows."""
+    """Yield the tiles for x's rows."""
     block = 16 if len(x) <= 16 else 32 if len(x) <= 32 else 64
     for config in NIBBLE_TILES if isinstance(weights[0], NibbleWeight) else BYTE_TILES:
         config = config._replace(block_m=block)
@@ -314,7 +314,7 @@ def main() -> None:
     begin = time.perf_counter()
 
     def cases() -> Iterator[tuple[str, Callable[[], Iterator[Any]]]]:
-        """Each case's name and what makes its products: they are made where there is time."""
+        """Yield each case's name and what makes its products: they are made where there is time."""
         for named in arguments.experts:
             name, scheme = named.split(":")
             weights = cache(partial(expert_weights, name, scheme))

@@ -84,7 +84,7 @@ class Runner:
         emit(f"{shape} load and warm-up", time.perf_counter() - begin)
 
     def generate(self, prompts: list[list[int]], outputs: list[int], temperature: float = 0.0) -> float:
-        """Seconds for these requests, submitted at once."""
+        """Return the seconds for these requests, submitted at once."""
         core = self.bench.core()
         begin = time.perf_counter()
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -138,7 +138,7 @@ def run_ours(shape: str, emit: Emit) -> None:
 
 
 def run_http(url: str, model: str, emit: Emit) -> None:
-    """The two HTTP workloads, through `inferengine bench`, the better of two runs."""
+    """Run the two HTTP workloads through `inferengine bench`, the better of two runs."""
     loads: dict[int, list[str]] = {
         16: ["--requests", "100", "--input", "128:384", "--output", "32:96"],
         128: ["--requests", "512", "--input", "512", "--output", "128"],
@@ -162,7 +162,7 @@ def run_http(url: str, model: str, emit: Emit) -> None:
 
 
 def report(ours: Path, peer: Path, peer_name: str = "peer") -> Row:
-    """Both sides' rows joined by workload; `ratio` above 1 means that ours is better, `floor_share` how close it is to
+    """Join both sides' rows by workload; `ratio` above 1 means that ours is better, `floor_share` how close it is to
     what the device allows."""
     mine, theirs = _read(ours), _read(peer)
     rows = []
@@ -185,7 +185,7 @@ def report(ours: Path, peer: Path, peer_name: str = "peer") -> Row:
 
 
 def table(document: Row, *, peer: str = "peer") -> str:
-    """The comparison as Markdown."""
+    """Return the comparison as Markdown."""
     lines = [f"| workload | unit | ours | {peer} | ratio | share of the floor |", "|---|---|---|---|---|---|"]
     for row in document["rows"]:
         theirs = "" if row["peer"] is None else f"{row['peer']:,.2f}"
@@ -199,7 +199,7 @@ def _read(path: Path) -> dict[str, Row]:
 
 
 def _environment_of(path: Path) -> Row:
-    """The last that was written: several runs may have gone into one file."""
+    """Return the environment that was written last: several runs may have gone into one file."""
     found = [dict(row["environment"]) for row in _lines(path) if "environment" in row]
     return found[-1] if found else {}
 
@@ -209,7 +209,7 @@ def _lines(path: Path) -> list[Row]:
 
 
 def environment(gpus: Row) -> Row:
-    """Where and with what something is measured; `gpus` is a summary of inferengine/bench/gpu_trace.py."""
+    """Return where and with what something is measured; `gpus` is a summary of inferengine/bench/gpu_trace.py."""
     devices = [device["name"] for device in gpus.get("devices", [])]
     packages = {name: version(name) for name in ("inferengine", "torch", "triton")}
     return {

@@ -81,7 +81,7 @@ class Entrant:
         )
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """All at once; then `step` until `done`. Prompts count."""
+        """Submit all jobs at once; then `step` until `done`. Prompts count."""
         self.seconds, self._outputs, self._before = 0.0, {}, self._counts()
         for index, job in enumerate(jobs):
             self._uid += 1
@@ -112,7 +112,7 @@ class Entrant:
                 self._outputs[uid].append(token)
 
     def outcome(self) -> Outcome:
-        """To the end."""
+        """Run to the end."""
         while not self.done:
             self.step()
         counts = [now - before for now, before in zip(self._counts(), self._before, strict=True)]
@@ -131,7 +131,8 @@ def compete(
     *,
     equals: Sequence[str] = (),
 ) -> dict[str, list[Outcome]]:
-    """Outcomes by name, one of each round. `jobs` are those of each contestant; a first round warms up and is dropped.
+    """Return the outcomes by name, one of each round. `jobs` are those of each contestant; a first round warms up and
+    is dropped.
 
     With executors of their own that compute within the call (a CPU's), the contestants take steps by turns, the one
     with the least time so far first. On a GPU, whose queue they would share, they run one after the other. `equals` are
@@ -156,8 +157,8 @@ def compete(
 
 
 def ratio(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> float:
-    """Tokens per second over the baseline's: the median over pairs of neighbouring rounds, in which two equal
-    contestants have used either executor once."""
+    """Return the tokens per second over the baseline's: the median over pairs of neighbouring rounds, in which two
+    equal contestants have used either executor once."""
 
     def tokens_per_s(results: Sequence[Outcome]) -> float:
         return sum(result.num_tokens for result in results) / sum(result.seconds for result in results)
@@ -178,7 +179,7 @@ def same_outputs(outcomes: Sequence[Outcome], baseline: Sequence[Outcome]) -> fl
 
 
 def figures(outcomes: Sequence[Outcome]) -> Row:
-    """Medians of a contestant's own figures."""
+    """Return the medians of a contestant's own figures."""
     return {
         "tokens_per_s": round(statistics.median(outcome.tokens_per_s for outcome in outcomes), 1),
         "steps": outcomes[-1].num_steps,

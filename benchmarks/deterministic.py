@@ -51,7 +51,7 @@ class Requests:
         self._strangers = [[draw.randrange(vocab_size) for _ in range(33)] for _ in range(5)]
 
     def ways(self) -> dict[str, Outputs]:
-        """Outputs by request, by the way in which they were run."""
+        """Return the outputs by request, by the way in which they were run."""
         alone: Outputs = {}
         for index in range(len(self._prompts)):
             alone |= self._run([index])
@@ -98,7 +98,7 @@ class Requests:
 
 
 def different(ways: dict[str, Outputs]) -> dict[str, int]:
-    """By way: requests that did not come out as alone, bit by bit."""
+    """Return, by way, the requests that did not come out as alone, bit by bit."""
     alone = ways["alone"]
     return {
         name: sum(outputs[index] != alone[index] for index in alone)
@@ -108,7 +108,7 @@ def different(ways: dict[str, Outputs]) -> dict[str, int]:
 
 
 def measure(shape: str, flags: dict[str, str], batches: list[int], *, deterministic: bool) -> dict[str, Any]:
-    """One mode, in an engine of its own."""
+    """Measure one mode, in an engine of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(SHAPES[shape]))
         config = load(flags=flags).with_values(

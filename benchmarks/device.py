@@ -28,7 +28,7 @@ from inferengine.simulation.cost_model import CapturedSteps, StepShape, shape_of
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--model FOLDER`, `--shape NAME`, or neither: the embedded model."""
+    """Add `--model FOLDER` and `--shape NAME`; with neither: the embedded model."""
     parser.add_argument("--model", type=Path, help="checkpoint folder; neither this nor --shape: the embedded model")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="as --engine.device")
@@ -41,7 +41,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def open_executor(
     arguments: argparse.Namespace, flags: Mapping[str, str], **sections: Mapping[str, Any]
 ) -> Iterator[tuple[Executor, Capacity, dict[str, Any]]]:
-    """A loaded and warm executor, its capacity, and what a report should say about it."""
+    """Provide a loaded and warm executor, its capacity, and what a report should say about it."""
     with tempfile.TemporaryDirectory() as scratch:
         model: dict[str, Any] = {}
         if arguments.shape:
@@ -64,7 +64,7 @@ def open_executor(
 
 
 def environment(executor: Any, arguments: argparse.Namespace, capacity: Capacity) -> dict[str, Any]:
-    """Device, versions and sizes."""
+    """Return the device, versions and sizes."""
     on_cuda = executor.device.type == "cuda"
     name = arguments.shape or (arguments.model.name if arguments.model else "embedded")
     return {
@@ -83,7 +83,7 @@ def environment(executor: Any, arguments: argparse.Namespace, capacity: Capacity
 
 @contextmanager
 def switched(executor: Any, *, graphs: bool, overlap: bool) -> Iterator[None]:
-    """An executor that has both, with less of it for a while: loading another one takes longer than most runs."""
+    """Switch parts of an executor off for a while: loading another one takes longer than most runs."""
     before = executor.graphs, executor.mixed, executor.max_in_flight
     if not graphs:
         executor.graphs = executor.mixed = None
@@ -95,7 +95,7 @@ def switched(executor: Any, *, graphs: bool, overlap: bool) -> Iterator[None]:
 
 
 def captured_steps(executor: Any) -> CapturedSteps | None:
-    """What the executor pads steps to. None: it has no CUDA graphs."""
+    """Return what the executor pads steps to. None: it has no CUDA graphs."""
     graphs, mixed = getattr(executor, "graphs", None), getattr(executor, "mixed", None)
     if graphs is None:
         return None
@@ -124,7 +124,7 @@ class Clock:
         return self._running_s() + self._slept_s - self._paused_s
 
     def sleep(self, seconds: float) -> None:
-        """Until `now` is so much later."""
+        """Sleep until `now` is so much later."""
         if self.kind == "wall":
             time.sleep(max(0.0, seconds))
         else:
@@ -132,7 +132,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[Pause]:
-        """What is done meanwhile takes no time."""
+        """Stop the clock: what is done inside takes no time."""
         pause, begin = Pause(), self._running_s()
         try:
             yield pause
@@ -216,10 +216,10 @@ class Stopwatch:
         self._executor.flush()
 
     def close(self) -> None:
-        """The executor belongs to whoever opened it."""
+        """Do nothing: the executor belongs to whoever opened it."""
 
     def step(self, core: EngineCore) -> StepOutput | None:
-        """One step of `core`, whose executor this is. The time that its news came is `news_s`."""
+        """Run one step of `core`, whose executor this is. The time that its news came is `news_s`."""
         self._launch_s = self._clock()
         last, waited_s = self._under_way[-1] if self._under_way else None, self._total_waited_s
         output = core.step()
@@ -238,7 +238,7 @@ class Stopwatch:
         return output
 
     def wait(self, future: StepFuture) -> StepResult:
-        """A step's result, and how long it was waited for."""
+        """Return a step's result, and how long it was waited for."""
         begin = self._clock()
         result = future.result()
         self._last_waited_s, self._waited_s = self._waited_s, self._clock() - begin
@@ -251,13 +251,13 @@ class Stopwatch:
 
 
 def plain_options(capacity: Capacity, **changes: Any) -> SchedulerOptions:
-    """Scheduler options without prefix cache, so that no request lives off another one's work."""
+    """Return scheduler options without prefix cache, so that no request lives off another one's work."""
     values: dict[str, Any] = {"prefix_caching": False, "max_running_to_force": capacity.max_forced_rows, **changes}
     return SchedulerOptions(capacity.max_num_batched_tokens, capacity.max_num_seqs, **values)
 
 
 def raise_failure(error: BaseException) -> None:
-    """For EngineCore's `on_failure`: in a benchmark nothing may fail."""
+    """Raise the failure, as EngineCore's `on_failure`: in a benchmark nothing may fail."""
     raise error
 
 

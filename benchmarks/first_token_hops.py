@@ -137,7 +137,7 @@ class Recorded:
         self._commands, self._answers = os.fdopen(commands, "w"), os.fdopen(answers)
 
     def take(self) -> Notes:
-        """The notes since the last call."""
+        """Return the notes since the last call."""
         self._commands.write("take\n")
         self._commands.flush()
         return [(name, at) for name, at in json.loads(self._answers.readline())]
@@ -183,7 +183,8 @@ def ask(connection: socket.socket, request: bytes) -> tuple[float, float]:
 
 
 def hops(sent: float, read: float, notes: Notes) -> list[float] | None:
-    """Milliseconds of each hop of one request, from the notes of all processes; None where a point is missing."""
+    """Return the milliseconds of each hop of one request, from the notes of all processes; None where a point is
+    missing."""
     times, at = [], sent
     for name in PATH[1:-1]:
         found = min((when for noted, when in notes if noted == name and at <= when <= read), default=None)

@@ -34,7 +34,7 @@ SUPERBLOCK = 256
 
 
 def type_of(name: str, columns: int, mix: str) -> str:
-    """The type of a matrix in a mix, as llama.cpp's tool chooses it; half of the layers are not told apart."""
+    """Return the type of a matrix in a mix, as llama.cpp's tool chooses it; half of the layers are not told apart."""
     if mix != "Q4_K_M":
         return mix
     wanted = "Q6_K" if "attn_v" in name or "ffn_down" in name or "token_embd" in name else "Q4_K"
@@ -42,7 +42,7 @@ def type_of(name: str, columns: int, mix: str) -> str:
 
 
 def quantize(values: np.ndarray, kind: str) -> np.ndarray:
-    """Bytes [N, bytes of a row] of a type."""
+    """Quantize to the bytes [N, bytes of a row] of a type."""
     if kind not in FALLBACK:
         return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
     blocks = values.reshape(len(values), -1, SUPERBLOCK)
@@ -50,7 +50,7 @@ def quantize(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _q4_k(blocks: np.ndarray) -> np.ndarray:
-    """Codes of 4 bits with a scale and a min of 6 bits for each 32 weights."""
+    """Quantize to codes of 4 bits with a scale and a min of 6 bits for each 32 weights."""
     groups = blocks.reshape(*blocks.shape[:2], 8, 32)
     least = np.minimum(groups.min(-1), 0.0)
     wide, low = (groups.max(-1) - least) / 15.0, -least
@@ -70,7 +70,7 @@ def _q4_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def _q6_k(blocks: np.ndarray) -> np.ndarray:
-    """Codes of 6 bits with a scale of 8 bits for each 16 weights."""
+    """Quantize to codes of 6 bits with a scale of 8 bits for each 16 weights."""
     groups = blocks.reshape(*blocks.shape[:2], 16, 16)
     wide = np.abs(groups).max(-1) / 31.0
     scale = (wide.max(-1, keepdims=True) / 127.0).astype(np.float16)
@@ -124,7 +124,7 @@ def export(folder: Path, path: Path, mix: str) -> Counter[str]:
 
 
 def decode_ms(path: str, rounds: int, threads: int) -> dict[str, float]:
-    """Median milliseconds of a decode step of one sequence, and of this thread's CPU time."""
+    """Return the median milliseconds of a decode step of one sequence, and of this thread's CPU time."""
     config = load().with_values(
         model={"path": path},
         engine={"device": "cpu", "threads": threads, "max_num_seqs": 1},

@@ -66,7 +66,7 @@ def profile_of(name: str) -> DeviceProfile:
 
 
 def run_engine(address: str, cost: str, scheduler: dict[str, Any]) -> None:
-    """The engine's process."""
+    """Run the engine's process."""
     files = tokenizer_files()
     card = ModelCard("burst", Path("/nowhere"), files, fingerprint(files), ())
     config = Config().with_values(wire={"socket": address}, scheduler=scheduler)
@@ -125,7 +125,7 @@ def measure(cost: str, loads: list[int], arguments: argparse.Namespace) -> list[
 
 
 def cpu_of_all(pid: int) -> float:
-    """Seconds of a core that a process and its children have used."""
+    """Return the seconds of a core that a process and its children have used."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return sum(sum(cpu_s(each)) for each in (pid, *map(int, children)))
 

@@ -68,7 +68,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def tokenizer_files() -> dict[str, bytes]:
-    """A byte-level vocabulary like those of Llama 3, Qwen and GPT-2, small enough to be trained here."""
+    """Train a byte-level vocabulary like those of Llama 3, Qwen and GPT-2, small enough to be trained here."""
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
@@ -204,7 +204,8 @@ class Counter(asyncio.Protocol):
 async def one_round(
     port: int, streams: int, tokens: int, path: str, name: str, sent_s: Any
 ) -> tuple[dict[str, float], list[tuple[int, float]]]:
-    """Its figures, and for each token its place in its stream and how much later than the engine's step it came."""
+    """Run one round. Returns its figures, and for each token its place in its stream and how much later than the
+    engine's step it came."""
     loop = asyncio.get_running_loop()
     prompt = '"messages":[{"role":"user","content":"go"}]' if "chat" in path else '"prompt":"go"'
     body = f'{{{prompt},"max_tokens":{tokens},"stream":true,"request_id":"{streams}-{name}"}}'.encode()
@@ -235,8 +236,9 @@ async def one_round(
 
 
 def latency_ms(late_s: list[tuple[int, float]]) -> dict[str, dict[str, float]]:
-    """Of all tokens, and of those behind the crowd's arrival: all requests of a round come at the same moment, and
-    until they have been read their first tokens wait for that, as they would in no service at its pace."""
+    """Return the latencies of all tokens, and of those behind the crowd's arrival: all requests of a round come at the
+    same moment, and until they have been read their first tokens wait for that, as they would in no service at its
+    pace."""
     return {
         "added_latency_ms": percentiles_ms([late for _, late in late_s]),
         "added_latency_after_arrival_ms": percentiles_ms([late for place, late in late_s if place >= ARRIVAL_TOKENS]),
@@ -251,13 +253,13 @@ def percentiles_ms(samples_s: list[float]) -> dict[str, float]:
 
 
 def workers_of(pid: int) -> list[int]:
-    """The processes that serve: the children of one that has any, else itself."""
+    """Return the processes that serve: the children of one that has any, else itself."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in children] or [pid]
 
 
 def cpu_s(pid: int) -> tuple[float, float]:
-    """Seconds of a core that a process has used: its own, and the kernel's for it."""
+    """Return the seconds of a core that a process has used: its own, and the kernel's for it."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return int(fields[11]) / TICKS, int(fields[12]) / TICKS
 
@@ -332,7 +334,7 @@ def run_peer(address: str, step_s: float, sent_s: Any = None) -> None:
 
 
 def import_seconds(module: str) -> float:
-    """What a front end's start costs before it reads its configuration, in a process of its own."""
+    """Measure what a front end's start costs before it reads its configuration, in a process of its own."""
     program = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
     runs = [float(subprocess.check_output([sys.executable, "-c", program])) for _ in range(3)]
     return statistics.median(runs)

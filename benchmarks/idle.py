@@ -42,7 +42,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def wakeups(pid: int) -> int:
-    """Voluntary context switches of all threads: how often something woke up to look."""
+    """Count the voluntary context switches of all threads: how often something woke up to look."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         for line in (task / "status").read_text().splitlines():

@@ -44,7 +44,7 @@ class Timed:
         self.cpu_ms: list[float] = []
 
     def run(self, num_steps: int) -> None:
-        """So many decode steps, requests renewed when they end."""
+        """Run so many decode steps; requests are renewed when they end."""
         taken = 0
         while taken < num_steps:
             if not self.core.has_work:
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def decode_rows(arguments: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
-    """One row for each scheme."""
+    """Return one row for each scheme."""
     engines: dict[str, Timed] = {}
     for scheme in ("none", *arguments.schemes):
         values: dict[str, Any] = {"path": arguments.model, "dtype": "float32", "quantization": "none"}

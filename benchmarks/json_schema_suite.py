@@ -112,7 +112,7 @@ def measure(name: str, files: list[Path], samples: int) -> dict[str, Any]:
 
 
 def compiled(schema: Any) -> LLMatcher | str:
-    """The matcher of a schema, or why it is refused."""
+    """Return the matcher of a schema, or why it is refused."""
 
     def too_slow(*_: Any) -> None:
         raise TooSlow
@@ -134,7 +134,7 @@ def compiled(schema: Any) -> LLMatcher | str:
 
 
 def follows(matcher: LLMatcher, value: Any) -> bool:
-    """Whether an output may be this value, as compact JSON."""
+    """Return whether an output may be this value, as compact JSON."""
     copy = matcher.deep_copy()
     tokens = list(json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass"))
     return copy.try_consume_tokens(tokens) == len(tokens) and copy.is_accepting()
@@ -157,7 +157,7 @@ def sample(matcher: LLMatcher, schema: Any, seed: int, counts: Counter[str], for
 
 
 def drawn(matcher: LLMatcher, draw: random.Random) -> str | None:
-    """A random text of a grammar, which ends where it may with even chances; None: it goes on and on."""
+    """Draw a random text of a grammar, which ends where it may with even chances; None: it goes on and on."""
     data = bytearray()
     while len(data) < LONGEST:
         if matcher.is_accepting() and draw.random() < 0.5:

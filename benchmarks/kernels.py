@@ -80,7 +80,7 @@ def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def graph_us(launch: Callable[[int], Any], count: int = 1) -> float:
-    """Microseconds of one launch out of `count` in a CUDA graph."""
+    """Return the microseconds of one launch out of `count` in a CUDA graph."""
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -114,7 +114,7 @@ def figure(us: float, num_bytes: float, operations: float = 0.0) -> dict[str, fl
 
 
 def bench_products(shape: Shape, rows: int) -> dict[str, Any]:
-    """Each weight alone, launched back to back: as a decoder layer calls it, and with cuBLAS."""
+    """Measure each weight alone, launched back to back: as a decoder layer calls it, and with cuBLAS."""
     result = {}
     for name, (width, columns) in shape.weights.items():
         copies = 1 + int(3 * L2_BYTES // (width * columns * 2))
@@ -137,7 +137,7 @@ def bench_products(shape: Shape, rows: int) -> dict[str, Any]:
 
 
 def make_batch(shape: Shape, rows: int, context: int, copies: int, block_size: int) -> tuple[Any, list[torch.Tensor]]:
-    """`rows` decodes at `context` tokens, blocks in random order, and `copies` layers of cache."""
+    """Make `rows` decodes at `context` tokens, blocks in random order, and `copies` layers of cache."""
     per_row = -(-context // block_size)
     caches = [randn(rows * per_row, 2, shape.kv_heads, block_size, shape.head_dim) for _ in range(copies)]
     table = torch.randperm(rows * per_row, device="cuda").int().view(rows, per_row)
@@ -156,7 +156,7 @@ def make_batch(shape: Shape, rows: int, context: int, copies: int, block_size: i
 
 
 def bench_attention(shape: Shape, rows: int, context: int, block_size: int) -> dict[str, float]:
-    """Rotation, KV write and decode attention of one layer."""
+    """Measure rotation, KV write and decode attention of one layer."""
     num_bytes = rows * context * 2 * shape.kv_heads * shape.head_dim * 2
     batch, caches = make_batch(shape, rows, context, 1 + int(3 * L2_BYTES // num_bytes) % 64, block_size)
     kernels = CudaKernels(caches[0].device)
@@ -197,7 +197,7 @@ def bench_small(shape: Shape, rows: int) -> dict[str, Any]:
 
 
 def bench_sampling(shape: Shape, rows: int) -> dict[str, float]:
-    """Microseconds by what the rows ask for; logits with a spread as of a real model."""
+    """Measure microseconds by what the rows ask for; logits with a spread as of a real model."""
     full = lambda value, dtype=torch.float32: torch.full((rows,), value, dtype=dtype, device="cuda")  # noqa: E731
     slots = SimpleNamespace(
         temperature=full(1.0), top_p=full(1.0), min_p=full(0.0), top_k=full(0, torch.int32),
@@ -219,7 +219,7 @@ def bench_sampling(shape: Shape, rows: int) -> dict[str, float]:
 
 
 def bench_step(shape: Shape, rows: int, context: int, block_size: int) -> dict[str, float]:
-    """A whole decode step, each layer with its own weights and cache."""
+    """Measure a whole decode step, each layer with its own weights and cache."""
     make = lambda name: randn(*shape.weights[name], scale=0.02)  # noqa: E731
     layers = [{name: make(name) for name in ("qkv", "out", "gate_up", "down")} for _ in range(shape.layers)]
     head, gain, gain_head = make("head"), randn(shape.hidden), randn(shape.head_dim) if shape.qk_norm else None
@@ -264,7 +264,7 @@ def bench_step(shape: Shape, rows: int, context: int, block_size: int) -> dict[s
 
 
 def bench_prefill(shape: Shape, prompts: int, length: int, block_size: int) -> dict[str, float]:
-    """Causal attention of whole prompts, one layer."""
+    """Measure causal attention of whole prompts, one layer."""
     batch, (cache,) = make_batch(shape, prompts, length, 1, block_size)
     q = randn(prompts * length, shape.heads, shape.head_dim)
     out = torch.empty(prompts * length, shape.heads * shape.head_dim, device="cuda", dtype=DTYPE)

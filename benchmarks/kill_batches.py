@@ -61,7 +61,7 @@ class FrontEndProcess:
 
 
 def body_of(number: int) -> dict[str, object]:
-    """Every tenth line is refused, so that both files have lines."""
+    """Return the body of a line. Every tenth is refused, so that both files have lines."""
     body: dict[str, object] = {"prompt": f"Once upon a time {number}", "max_tokens": 8, "temperature": 0}
     return {**body, "top_p": 7} if number % 10 == 9 else body
 

@@ -70,7 +70,8 @@ class Outcome(NamedTuple):
 
 
 def plan(rate: float, duration_s: float, generator: random.Random) -> list[Planned]:
-    """Requests of 48 to 400 prompt tokens, a third of which share one of six beginnings, and 20 to 60 of output."""
+    """Return requests of 48 to 400 prompt tokens, a third of which share one of six beginnings, and 20 to 60 of
+    output."""
     beginnings = [_tokens(256, generator) for _ in range(6)]
     planned, time_s = [], 0.0
     while (time_s := time_s + generator.expovariate(rate)) < duration_s:
@@ -85,7 +86,7 @@ def _tokens(count: int, generator: random.Random) -> array[int]:
 
 
 def capacity() -> Capacity:
-    """What each engine has."""
+    """Return the capacity of each engine."""
     return Capacity(
         block_size=BLOCK_SIZE,
         groups=[KVGroup(NUM_BLOCKS)],
@@ -181,7 +182,7 @@ async def _ask(pool: EnginePool, item: Planned, begin: float) -> Outcome:
 
 
 def figures(outcomes: list[Outcome]) -> dict[str, Any]:
-    """What readers got, together."""
+    """Return what readers got, together."""
     first = sorted(item.first_token_s for item in outcomes)
     gaps = sorted(item.token_s for item in outcomes)
     good = sum(
@@ -227,7 +228,7 @@ class PlannedWorkload:
 def run_simulated(
     arguments: argparse.Namespace, planned: list[Planned], events: list[tuple[float, int]]
 ) -> dict[str, Any]:
-    """The same requests and deaths in virtual time."""
+    """Run the same requests and deaths in virtual time."""
     cost = linear_cost(STEP_S, TOKEN_S)
     limits = AdmissionLimits(MODEL_LEN, NUM_BLOCKS * BLOCK_SIZE, 1024, 10**9)
     options = EngineOptions(capacity(), cost, SchedulerOptions(BUDGET, NUM_SLOTS), limits)

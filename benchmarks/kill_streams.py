@@ -84,7 +84,7 @@ class Case(NamedTuple):
 
 
 def cases(generator: random.Random) -> list[Case]:
-    """Every feature on every transport that has it."""
+    """Return every feature on every transport that has it."""
     features: dict[str, dict[str, Any]] = {
         "greedy": {"temperature": 0},
         "seeded": {"temperature": 0.9, "seed": 11},
@@ -256,7 +256,7 @@ class Clients:
         self.ended = 0
 
     async def ask(self, case: Case) -> Got:
-        """Until it is accepted, then to its end."""
+        """Run a request until it is accepted, then to its end."""
         while True:
             try:
                 got: Got = await getattr(self, f"_{case.kind}")(case)
@@ -267,7 +267,7 @@ class Clients:
                 await asyncio.sleep(error.after_s)
 
     def _note_silence(self, last_s: float | None) -> float:
-        """Something came of a stream whose last news came at `last_s`; None: these are its first."""
+        """Record that output came of a stream whose last output came at `last_s`; None: it is its first."""
         now = time.monotonic()
         if last_s is not None:
             self.longest_s = max(self.longest_s, now - last_s)
@@ -484,7 +484,7 @@ async def run_streams(
     over: Callable[[], bool],
     seed: int,
 ) -> None:
-    """`count` clients that ask until it is `over`, each at least once."""
+    """Run `count` clients that ask until it is `over`, each at least once."""
 
     async def client(number: int) -> None:
         generator = random.Random(seed * 1000 + number)
@@ -507,7 +507,7 @@ async def run_streams(
 
 
 async def compare_unseeded(clients: Clients, later: list[tuple[Case, Got]], differences: Differences) -> None:
-    """With the seed that the engine told."""
+    """Compare streams without a seed, by the seed that the engine told."""
     for case, got in later:
         seeded = case._replace(body={**case.body, "seed": got[0]["seed"]})
         differences.compare(case, await clients.ask(seeded), got)
@@ -515,7 +515,7 @@ async def compare_unseeded(clients: Clients, later: list[tuple[Case, Got]], diff
 
 
 async def kill_often(service: Service, clients: Clients, kills: int, generator: random.Random) -> list[float]:
-    """Seconds from each kill until the engine was READY again."""
+    """Kill the engine again and again. Returns the seconds from each kill until it was READY again."""
     away: list[float] = []
     async with httpx.AsyncClient(base_url=service.http, timeout=10.0) as http:
         for number in range(kills):

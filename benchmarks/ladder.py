@@ -46,8 +46,8 @@ class Rung(NamedTuple):
 
 
 def make_rungs(on_cuda: bool) -> list[Rung]:
-    """In the order of climbing; each has everything that those before it have. Chunks are cut so that streams keep
-    their rhythm: a target of 20 ms between tokens on a card, 60 ms on a CPU."""
+    """Return the rungs in the order of climbing; each has everything that those before it have. Chunks are cut so that
+    streams keep their rhythm: a target of 20 ms between tokens on a card, 60 ms on a CPU."""
     off = {"policy": "static", "contiguous": True, "chunked_prefill": False, "prefix_caching": False}
     steps: list[tuple[str, dict[str, Any]]] = [
         ("static", {}),
@@ -95,14 +95,14 @@ def sizes_for(on_cuda: bool, max_len: int) -> Sizes:
 
 
 def longest_for(capacity: Capacity, on_cuda: bool) -> int:
-    """What a contiguous cache reserves for each sequence."""
+    """Return the tokens that a contiguous cache reserves for each sequence."""
     return min(capacity.max_model_len, 8192 if on_cuda else 1024)
 
 
 def measure(
     executor: Executor, capacity: Capacity, rung: Rung, name: str, sizes: Sizes, clock: Clock, seed: int, max_len: int
 ) -> float:
-    """The figure of a workload on this rung."""
+    """Measure the figure of a workload on this rung."""
     workload = WORKLOADS[name]
     blocks = capacity.groups[0].num_blocks
     if name == "paged_attention":
@@ -137,7 +137,7 @@ def measure(
 
 
 def table(rungs: Sequence[Rung], figures: dict[str, dict[str, float]]) -> str:
-    """Rungs down, workloads across; the cell that a rung was made for is marked."""
+    """Format a table: rungs down, workloads across; the cell that a rung was made for is marked."""
     width = max(len(rung.name) for rung in rungs) + 2
     lines = [" " * width + "".join(f"{name:>24}" for name in WORKLOADS)]
     lines.append(" " * width + "".join(f"{item.unit:>24}" for item in WORKLOADS.values()))
@@ -163,7 +163,7 @@ def _gains(rungs: Sequence[Rung], figures: dict[str, dict[str, float]]) -> list[
 
 
 def chart(rungs: Sequence[Rung], figures: dict[str, dict[str, float]]) -> str:
-    """Each workload's figure on each rung, relative to the lowest; above 1 is better."""
+    """Draw each workload's figure on each rung, relative to the lowest; above 1 is better."""
     bars = []
     for rung in rungs:
         ratios = []
@@ -183,7 +183,7 @@ def report(
     sizes: Sizes,
     file: Path | None,
 ) -> dict[str, dict[str, float]]:
-    """The medians of all repeats so far, which are written to `file`."""
+    """Write the medians of all repeats so far to `file`, and return them."""
     medians = {
         name: {rung: round(statistics.median(values), 2) for rung, values in row.items()} for name, row in runs.items()
     }

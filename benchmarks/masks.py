@@ -43,7 +43,7 @@ SPECS = {
 
 
 def tokenizer_json() -> str:
-    """256 bytes, and words of three and four letters with a space before them."""
+    """Return a tokenizer of 256 bytes, and words of three and four letters with a space before them."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     other = (chr(256 + place) for place in itertools.count())
     letters = [chr(byte) if byte in plain else next(other) for byte in range(256)]

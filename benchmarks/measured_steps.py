@@ -16,7 +16,7 @@ CALIBRATION = "calibration"
 
 
 def save_steps(path: Path, profile: DeviceProfile, steps: Mapping[str, Sequence[StepShape]]) -> None:
-    """`steps`: by where they were measured, CALIBRATION among them. Times in microseconds."""
+    """Save measured steps. `steps`: by where they were measured, CALIBRATION among them. Times in microseconds."""
     about = asdict(profile)
     graphs = about.pop("cost")["graphs"]
     document = {
@@ -30,7 +30,8 @@ def save_steps(path: Path, profile: DeviceProfile, steps: Mapping[str, Sequence[
 
 
 def read_steps(path: Path) -> tuple[dict[str, Any], CapturedSteps | None, dict[str, list[StepShape]]]:
-    """The profile's sizes and source, the graphs that steps were padded to, and the steps by where they are from."""
+    """Read the profile's sizes and source, the graphs that steps were padded to, and the steps by where they are
+    from."""
     document = json.loads(path.read_text())
     graphs = document["graphs"]
     if graphs is not None:
@@ -44,7 +45,7 @@ def read_steps(path: Path) -> tuple[dict[str, Any], CapturedSteps | None, dict[s
 
 
 def fit_again(path: Path, name: str) -> DeviceProfile:
-    """The profile of the steps in a file, as today's fit has it."""
+    """Fit the profile of the steps in a file, as today's fit has it."""
     about, graphs, steps = read_steps(path)
     found = fit(steps[CALIBRATION], graphs)
     about |= {"name": name, "source": {**about["source"], **errors_of(found)}}
@@ -52,7 +53,7 @@ def fit_again(path: Path, name: str) -> DeviceProfile:
 
 
 def errors_of(found: Fit) -> dict[str, Any]:
-    """What a profile's source says about its fit."""
+    """Return what a profile's source says about its fit."""
     return {
         "measured_steps": found.num_steps,
         "median_error": round(found.median_error, 4),
@@ -61,7 +62,7 @@ def errors_of(found: Fit) -> dict[str, Any]:
 
 
 def describe(cost: CostModel) -> str:
-    """The coefficients, a line for each kind of steps."""
+    """Format the coefficients, a line for each kind of steps."""
     lines = []
     for name in ("decodes", "prompts", "launched"):
         kind: KindCost | None = getattr(cost, name)

@@ -75,11 +75,11 @@ class Bench:
         self.random = random.Random(0)
 
     def roofline(self) -> Roofline | None:
-        """A fresh one, to hold what comes against; None where the device's peaks are unknown."""
+        """Return a fresh roofline, to compare what comes with; None where the device's peaks are unknown."""
         return Roofline(self.known.work, self.known.peaks) if self.known is not None else None
 
     def core(self, *, speculates: bool = False) -> EngineCore:
-        """A fresh scheduler without prefix cache, so that no run lives off the one before. `speculates`: as far as
+        """Make a fresh scheduler without prefix cache, so that no run lives off the one before. `speculates`: as far as
         speculation.method says, else every step is one token a row."""
         options = SchedulerOptions(
             self.capacity.max_num_batched_tokens, self.capacity.max_num_seqs, prefix_caching=False
@@ -105,7 +105,7 @@ class Bench:
         return [self.random.randrange(self.capacity.vocab_size) for _ in range(length)]
 
     def decode(self, batch: int, prompt: int, num_tokens: int, temperature: float) -> Row:
-        """Milliseconds between results of steps in which every row decodes."""
+        """Measure milliseconds between results of steps in which every row decodes."""
         core = self.core()
         for _ in range(batch):
             self.submit(core, prompt, num_tokens, temperature)
@@ -127,7 +127,7 @@ class Bench:
         }  # fmt: skip
 
     def prefill(self, num_prompts: int, length: int, repeats: int = 3) -> Row:
-        """Prompt tokens per second, one output token each."""
+        """Measure prompt tokens per second, one output token each."""
         seconds = []
         for _ in range(repeats + 1):
             core = self.core()
@@ -146,8 +146,8 @@ class Bench:
     def mixed(
         self, count: int, inputs: tuple[int, int], outputs: tuple[int, int], temperature: float, seed: int = 0
     ) -> Row:
-        """Requests of random lengths, all submitted at once. All inputs are drawn before the outputs, as benchmarks of
-        other engines draw them."""
+        """Run requests of random lengths, all submitted at once. All inputs are drawn before the outputs, as benchmarks
+        of other engines draw them."""
         rng = random.Random(seed)
         drawn = [rng.randint(*inputs) for _ in range(count)], [rng.randint(*outputs) for _ in range(count)]
         lengths = list(zip(*drawn, strict=True))
@@ -165,7 +165,8 @@ class Bench:
         }  # fmt: skip
 
     def generate(self, core: EngineCore, prompts: list[list[int]], num_tokens: int) -> float:
-        """Seconds for these prompts, greedy, all submitted at once. `core` keeps its measured acceptance."""
+        """Measure the seconds for these prompts, greedy, all submitted at once. `core` keeps its measured
+        acceptance."""
         for prompt in prompts:
             self.submit(core, prompt, num_tokens)
         begin = self.clock.now()
@@ -174,9 +175,9 @@ class Bench:
 
 
 def skew_routers(model: nn.Module, exponent: float) -> Row:
-    """Bias every router's experts by -exponent * log(rank), ranks shuffled layer by layer. Returns how tokens of random
-    numbers spread over the first layer's experts: the busiest expert's share of the tokens, and how many different
-    experts 64 tokens take."""
+    """Bias every router's experts by -exponent * log(rank), ranks shuffled layer by layer. Returns how tokens of
+    random numbers spread over the first layer's experts: the busiest expert's share of the tokens, and how many
+    different experts 64 tokens take."""
     generator = torch.Generator().manual_seed(5)
     blocks = [module for module in model.modules() if isinstance(module, MoeMLP)]
     for block in blocks:
@@ -200,7 +201,7 @@ def skew_routers(model: nn.Module, exponent: float) -> Row:
 
 
 def story_prompts(folder: Path) -> list[list[int]]:
-    """Chats that ask for a story, of one length in tokens, which transformers computes without padding."""
+    """Return chats that ask for a story, of one length in tokens, which transformers computes without padding."""
     card = read_model_card(load(environment={}).with_values(model={"path": str(folder)}))
     tokenizer, template = Tokenizer.from_files(card.files), ChatTemplate.from_files(card.files)
     by_length: dict[int, list[list[int]]] = {}
@@ -215,8 +216,8 @@ def story_prompts(folder: Path) -> list[list[int]]:
 def against_transformers(
     bench: Bench, folder: Path, batches: list[int], prompt: int, num_tokens: int, rounds: int, stories: bool
 ) -> list[Row]:
-    """The same prompts through transformers' generate, alternating with ours after a round that is not counted. Prompts
-    are random tokens, other ones each round, or `stories`, where draft tokens are accepted as in real text."""
+    """Run the same prompts through transformers' generate, alternating with ours after a round that is not counted.
+    Prompts are random tokens, other ones each round, or `stories`, where draft tokens are accepted as in real text."""
     from transformers import AutoModelForCausalLM
 
     dtype, device = bench.executor.dtype, bench.executor.device
@@ -269,12 +270,12 @@ def environment(bench: Bench) -> Row:
 
 
 def share(core: EngineCore, phase: str) -> float | None:
-    """Of the roofline, as the engine itself counts it (core/step_time.py)."""
+    """Return the share of the roofline, as the engine itself counts it (core/step_time.py)."""
     return core.roofline.shares().get(phase) if core.roofline is not None else None
 
 
 def freeze() -> None:
-    """What is loaded is there to stay: the collector need not look at it again. As the service does."""
+    """Exclude what is loaded from garbage collection, as the service does: it is there to stay."""
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # else Triton reports at the end what was never collected
@@ -290,7 +291,7 @@ def _raise(error: BaseException) -> None:
 
 
 def _random_checkpoint(shape: str, folder: Path) -> None:
-    """Random weights that both sides can load."""
+    """Write random weights that both sides can load."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = dict(SHAPES[shape])

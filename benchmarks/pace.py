@@ -27,7 +27,7 @@ FEW = 4  # rows from which on a decode goes with the yardstick of eight
 
 
 def work_of(shape: StepShape) -> int:
-    """The index of the yardstick that a step goes with."""
+    """Return the index of the yardstick that a step goes with."""
     if shape.has_chunks:
         return 2
     return 0 if shape.num_rows < FEW else 1
@@ -63,12 +63,12 @@ class Yardstick:
         self._due_s = self._clock.now() + INTERVAL_S
 
     def pace(self, reference_s: Sequence[float] = ()) -> Pace:
-        """What was found, relative to `reference_s`; empty: to the medians."""
+        """Return the pace found, relative to `reference_s`; empty: to the medians."""
         return Pace(self.samples, reference_s)
 
 
 def works_of(executor: Any) -> list[Callable[[], object]]:
-    """WORKS on a TorchExecutor, for a Yardstick. They leave no trace in what it keeps from step to step."""
+    """Return WORKS on a TorchExecutor, for a Yardstick. They leave no trace in what it keeps from step to step."""
     spare = DecodeKvCache(len(executor.kv.layers))
 
     def work(decodes: int, chunk: int, times: int) -> None:
@@ -82,7 +82,7 @@ def works_of(executor: Any) -> list[Callable[[], object]]:
 
 @contextmanager
 def _replaced_decode_kv(executor: Any, other: DecodeKvCache) -> Iterator[None]:
-    """Steps inside leave the copies of the run's own rows as they are."""
+    """Keep the copies of the run's own rows as they are, whatever steps run inside."""
     own, executor.decode_kv_cache = executor.decode_kv_cache, other
     try:
         yield
@@ -106,7 +106,8 @@ class Pace:
             self._factors.append([statistics.median(seconds) / reference for seconds in around])
 
     def at(self, time_s: float, work: int) -> float:
-        """Between two measurements in proportion; before the first and after the last as there."""
+        """Return the pace at a time: between two measurements in proportion, before the first and after the last as
+        there."""
         if not self._factors:
             return 1.0
         factors = self._factors[work]
@@ -118,7 +119,7 @@ class Pace:
         return factors[index - 1] + share * (factors[index] - factors[index - 1])
 
     def mean(self, begin_s: float, end_s: float) -> list[float]:
-        """Over a part of the run, of each work."""
+        """Return the mean pace of each work over a part of the run."""
         if not self._factors:
             return [1.0]
         inside = slice(bisect_left(self._times, begin_s), bisect_right(self._times, end_s))
@@ -128,7 +129,7 @@ class Pace:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """For a report: what the machine did while it was measured; lists have an item for each work."""
+        """Return, for a report, what the machine did while it was measured; lists have an item for each work."""
         if not self._factors:
             return {"measurements": 0}
         ordered = [sorted(factors) for factors in self._factors]

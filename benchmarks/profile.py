@@ -32,7 +32,7 @@ ROWS = 16  # kernels kept in the JSON
 
 
 def profile_decode(bench: Bench, batch: int, prompt: int, trace: Path | None) -> dict[str, Any]:
-    """STEPS decode steps at a steady batch, once timed and once recorded."""
+    """Run STEPS decode steps at a steady batch, once timed and once recorded."""
     core = bench.core()
     for _ in range(batch):
         bench.submit(core, prompt, 4 * (WARM_STEPS + 2 * STEPS))

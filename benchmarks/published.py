@@ -32,7 +32,7 @@ Document = dict[str, Any]
 
 
 def comparison(results: Document) -> str:
-    """Ours beside the peer, row by row."""
+    """Format ours beside the peer, row by row."""
     return compare.table(results, peer=peer_of(results))
 
 
@@ -41,7 +41,7 @@ def peer_of(results: Document) -> str:
 
 
 def step_table(model: Document) -> str:
-    """Milliseconds of a decode step by number of rows, and what it takes with other kernels."""
+    """Format the milliseconds of a decode step by number of rows, and what it takes with other kernels."""
     keys = ("ours_ms", "ours_matrix_only_ms", "cublas_ms", "cublas_matrix_only_ms", "deterministic_ms")
     rows = []
     for number, row in model["rows"].items():
@@ -52,7 +52,7 @@ def step_table(model: Document) -> str:
 
 
 def product_table(model: Document) -> str:
-    """Microseconds of each product, ours and cuBLAS's, and of attention."""
+    """Format the microseconds of each product, ours and cuBLAS's, and of attention."""
     rows = []
     for number, row in model["rows"].items():
         both = [(row["products"][name]["ours"]["us"], row["products"][name]["cublas"]["us"]) for name in PRODUCTS]
@@ -62,7 +62,7 @@ def product_table(model: Document) -> str:
 
 
 def draw_table(model: Document) -> str:
-    """Microseconds of a draw from the whole vocabulary."""
+    """Format the microseconds of a draw from the whole vocabulary."""
     rows = [[number, *(f"{row['sampling_us'][key]:.0f}" for key in DRAWS)] for number, row in model["rows"].items()]
     return _markdown(["rows", *DRAWS.values()], rows)
 
@@ -84,7 +84,7 @@ MARKED = re.compile(r"<!-- (?P<name>[\w.-]+) -->\n(?P<table>.*?)<!-- end -->", r
 
 
 def fill(text: str) -> str:
-    """The document with every marked table made anew. Raises SystemExit for an unknown or a missing one."""
+    """Return the document with every marked table made anew. Raises SystemExit for an unknown or a missing one."""
     names = [match["name"] for match in MARKED.finditer(text)]
     if sorted(names) != sorted(TABLES):
         raise SystemExit(f"{DOCUMENT.name} marks {', '.join(sorted(names))}; there are {', '.join(sorted(TABLES))}")
@@ -97,7 +97,7 @@ def fill(text: str) -> str:
 
 
 def plots(results: Document) -> dict[str, str]:
-    """SVG by file name, of a comparison."""
+    """Draw a comparison. Returns SVG by file name."""
     peer = peer_of(results)
     rows = {row["workload"]: row for row in results["rows"]}
     charts = {}
@@ -172,7 +172,7 @@ def main() -> int:
 
 
 def _three(rows: dict[str, Document], names: list[str], peer: str) -> list[tuple[str, list[float]]]:
-    """Ours, the peer's, and the floor where there is one; nan where a row has none."""
+    """Return ours, the peer's, and the floor where there is one; nan where a row has none."""
     floors = [compare.WORKLOADS[name].floor or math.nan for name in names]
     found = [
         ("ours", [rows[name]["ours"] for name in names]),
@@ -182,7 +182,7 @@ def _three(rows: dict[str, Document], names: list[str], peer: str) -> list[tuple
 
 
 def _bars(rows: dict[str, Document], groups: dict[str, str], peer: str, *, title: str, y_label: str) -> str:
-    """`groups`: what is written below, and the workload."""
+    """Draw bars. `groups`: what is written below, and the workload."""
     found = {label: name for label, name in groups.items() if name in rows}
     series = [Series(name, [], values) for name, values in _three(rows, list(found.values()), peer)]
     return bar_chart(list(found), series, title=title, y_label=y_label)

@@ -34,7 +34,7 @@ RING_BYTES = 256 << 20
 
 
 def microseconds(call: Callable[[int], Any], ring: int, repeats: int = 3) -> float:
-    """Of one call, `call(i)` taking weight i of the ring: the fastest of a few replays of a graph of many."""
+    """Measure one call, `call(i)` taking weight i of the ring: the fastest of a few replays of a graph of many."""
     call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -86,12 +86,12 @@ class FleetOnRay:
         self.url = found[1]
 
     def named(self) -> list[str]:
-        """The addresses in the front ends' file."""
+        """Return the addresses in the front ends' file."""
         lines = (self.files / "engines").read_text().splitlines()
         return [line for line in lines if not line.startswith("#")]
 
     def front_end(self) -> int:
-        """The process of the HTTP front end."""
+        """Return the process of the HTTP front end."""
         assert self._served is not None
         return next((pid for pid, words in processes(self._served.pid) if words.split()[-1:] == ["http"]), 0)
 
@@ -116,18 +116,18 @@ def processes(parent: int | None = None) -> list[tuple[int, str]]:
 
 
 def engine_processes() -> dict[int, str]:
-    """Engines of a fleet that run on this machine: their names by process."""
+    """Return the engines of a fleet that run on this machine: their names by process."""
     pattern = re.compile(r"inferengine\.cli engine --engine\.name (engine-\d+)")
     return {pid: match[1] for pid, words in processes() if (match := pattern.search(words))}
 
 
 def actor_process(kind: str) -> int:
-    """The process of the actor of a kind (`ray::KIND`)."""
+    """Return the process of the actor of a kind (`ray::KIND`)."""
     return next(pid for pid, words in processes() if words.startswith(f"ray::{kind}"))
 
 
 def parent_of(pid: int) -> int:
-    """The process that started another one."""
+    """Return the process that started another one."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -144,7 +144,7 @@ class Streams:
         self.longest_pause_s = 0.0
 
     async def ask(self, number: int) -> str:
-        """The text of one stream. Raises RuntimeError for an error among its events."""
+        """Read the text of one stream. Raises RuntimeError for an error among its events."""
         body = {"prompt": f"Once upon a time number {number}", "max_tokens": self._num_tokens, "ignore_eos": True}
         body |= {"temperature": 0.8, "seed": number, "stream": True}
         text, seen_s, finish = "", time.monotonic(), None
@@ -167,12 +167,12 @@ class Streams:
         return text
 
     async def make_references(self) -> None:
-        """Each request, alone."""
+        """Run each request alone."""
         for number in range(NUM_PROMPTS):
             self.references[number] = await self.ask(number)
 
     async def run(self, at_once: int, over: Callable[[], bool]) -> None:
-        """`at_once` clients until it is `over`; each compares what it got with the reference."""
+        """Run `at_once` clients until it is `over`; each compares what it got with the reference."""
 
         async def client(first: int) -> None:
             turn = first

@@ -89,7 +89,7 @@ class Service:
 
 
 def ask(port: int, number: int) -> tuple[str, str]:
-    """Text and finish reason of one stream; ("", complaint) where it fails."""
+    """Read text and finish reason of one stream; ("", complaint) where it fails."""
     body = {
         "prompt": f"Once upon a time number {number}",
         **{"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": number, "ignore_eos": True, "stream": True},

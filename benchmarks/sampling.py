@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _jobs(prompts: list[list[int]], output_tokens: int, values: dict[str, Any]) -> list[Job]:
-    """Nothing ends before its length."""
+    """Return jobs that do not end before their length."""
     lengths = {"min_tokens": output_tokens} if "stop_token_ids" in values else {}
     params = SamplingParams(**{"ignore_eos": True, **values, **lengths})
     return [Job(prompt, params, output_tokens) for prompt in prompts]

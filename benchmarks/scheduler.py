@@ -49,8 +49,8 @@ def live(scheduler: Scheduler, num_requests: int) -> None:
 
 
 def measure(running: int, *, steps: int, lifetime: int | None, aged: int = 0) -> dict[str, float]:
-    """Milliseconds per step. `lifetime`: output tokens per request, each replaced when it ends; None: nobody ends.
-    `aged`: requests that have come and gone before."""
+    """Measure the milliseconds per step. `lifetime`: output tokens per request, each replaced when it ends; None:
+    nobody ends. `aged`: requests that have come and gone before."""
     scheduler = make_scheduler(running, cached_blocks=20_000 + 2 * aged)
     live(scheduler, aged)
     snapshot = scheduler.snapshot()

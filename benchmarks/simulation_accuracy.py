@@ -79,7 +79,7 @@ class Results:
         self.duration_s = 0.0
 
     def figures(self) -> dict[str, float]:
-        """Throughput and latencies; the keys that end in p50 and those per second are what is compared."""
+        """Return throughput and latencies; the keys that end in p50 and those per second are what is compared."""
         recorder = self.recorder
         first, total = distribution(recorder.first_token_s), distribution(recorder.total_s)
         between = interval_distribution(recorder.interval_values, recorder.interval_weights)
@@ -104,7 +104,7 @@ def run_real(
     workload: WorkloadOptions,
     results: Results,
 ) -> Slice:
-    """The engine's loop by hand: take what has arrived, step, note the news."""
+    """Run the engine's loop by hand: take what has arrived, step, record the output."""
     arrivals = list(SyntheticWorkload(workload).arrivals())
     watch = Stopwatch(executor, clock.now)
     core = EngineCore(watch, capacity, plain_options(capacity), clock=clock.now, on_failure=raise_failure)
@@ -147,7 +147,7 @@ def run_virtual(
     results: Results,
     pace: Callable[[float, StepShape], float] | None = None,
 ) -> None:
-    """The same requests in virtual time."""
+    """Run the same requests in virtual time."""
     limits = AdmissionLimits(capacity.max_model_len, 1 << 40, 1 << 30, 1 << 40)
     options = EngineOptions(capacity, cost, plain_options(capacity), limits, max_in_flight, pace)
     report = Fleet(options, SyntheticWorkload(workload), recorder=results.recorder).run()
@@ -174,22 +174,22 @@ class Recorded:
         return self._otherwise.seconds(shape)
 
     def host_time(self, shape: StepShape) -> HostTime:
-        """It is in the recorded times."""
+        """Return no host time: it is in the recorded times."""
         return HostTime(0.0, 0.0)
 
 
 def compare(real: dict[str, float], virtual: dict[str, float]) -> dict[str, float]:
-    """Relative errors of the simulator's figures."""
+    """Return the relative errors of the simulator's figures."""
     return {name: round(virtual[name] / real[name] - 1.0, 4) for name in real if real[name]}
 
 
 def judged(errors: dict[str, float]) -> dict[str, float]:
-    """Those that count."""
+    """Return the figures that count."""
     return {name: error for name, error in errors.items() if name.endswith(("_p50", "per_s"))}
 
 
 def step_class(shape: StepShape, cost: CostModel) -> str:
-    """What kind of step it is: classes of steps have errors of their own."""
+    """Return the class of a step: classes have errors of their own."""
     kind, _ = cost.kind_of(shape)
     if kind == "launched":
         return "launched kernel by kernel"
@@ -199,8 +199,8 @@ def step_class(shape: StepShape, cost: CostModel) -> str:
 
 
 def errors_by_class(cost: CostModel, steps: Sequence[TimedStep], pace: Pace) -> dict[str, dict[str, float]]:
-    """How far the cost model is off on the steps of the load that the device's time is known of: of all their time
-    together, and of the median step."""
+    """Return how far the cost model is off on the steps of the load that the device's time is known of: of all their
+    time together, and of the median step."""
     found: dict[str, list[tuple[float, float]]] = {}
     for step in steps:
         if step.shape.is_device_time:
@@ -225,7 +225,7 @@ def errors_by_class(cost: CostModel, steps: Sequence[TimedStep], pace: Pace) -> 
 def predict(
     load: float, real: Results, slices: Sequence[Slice], profile: DeviceProfile, capacity: Capacity, pace: Pace
 ) -> dict[str, Any]:
-    """One load's row of the report."""
+    """Predict one load, and return its row of the report."""
     followed, even, rest = Results(), Results(), Results()
     cost, in_flight, num_others = profile.cost, profile.max_in_flight, 0
     for item in slices:
@@ -272,7 +272,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """The options of this program; those of the configuration have been taken out of `words`."""
+    """Parse the options of this program; those of the configuration have been taken out of `words`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     parser.add_argument("--cost", help="a cost model by name or file; default: measured here")

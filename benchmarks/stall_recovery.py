@@ -61,7 +61,7 @@ class Outage(NamedTuple):
 
 
 def run_engine(marker: Path) -> int:
-    """`inferengine engine`, whose next step hangs once `marker` is there. The file is removed then."""
+    """Run `inferengine engine`, whose next step hangs once `marker` is there. The file is removed then."""
     import torch
 
     from inferengine.executor.torch_executor import TorchExecutor
@@ -82,7 +82,7 @@ def run_engine(marker: Path) -> int:
 
 
 def run_up(marker: Path, words: list[str]) -> int:
-    """`inferengine up` with that engine."""
+    """Run `inferengine up` with that engine."""
     from inferengine.cli import up
 
     spec = up._spec
@@ -118,7 +118,7 @@ class Streams:
             self.errors.append(str(error))
 
     async def have_begun(self) -> None:
-        """Until every stream has some tokens."""
+        """Wait until every stream has some tokens."""
         while min(self.counts) < BEFORE:
             await asyncio.sleep(0.002)
 
@@ -230,7 +230,7 @@ class RankLosses:
         self.found: dict[str, Any] = {"losses": [], "errors": [], "wrong": 0}
 
     async def wait_ready(self) -> None:
-        """Until the engine serves."""
+        """Wait until the engine serves."""
         await self._client.connect(START_S)
         await self._client.wait_ready(timeout_s=START_S)
 
@@ -318,7 +318,7 @@ async def lose_ranks(options: argparse.Namespace, words: list[str]) -> list[dict
 
 
 def run_ranks(options: argparse.Namespace, flags: dict[str, str], words: list[str]) -> int:
-    """The mode --ranks."""
+    """Run the mode --ranks."""
     before = set(os.listdir("/dev/shm"))
     found = asyncio.run(lose_ranks(options, words))
     files = sorted(set(os.listdir("/dev/shm")) - before)
@@ -340,7 +340,7 @@ def run_ranks(options: argparse.Namespace, flags: dict[str, str], words: list[st
 
 
 def devices() -> list[str]:
-    """Names of the CUDA devices."""
+    """Return the names of the CUDA devices."""
     import torch
 
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -48,7 +48,7 @@ class EngineStart(NamedTuple):
 
 
 def start_engine(words: list[str], environment: dict[str, str]) -> EngineStart:
-    """One start of `inferengine engine` in this environment."""
+    """Start `inferengine engine` in this environment once."""
     with tempfile.TemporaryDirectory() as folder:
         path, address = f"{folder}/notify", f"ipc://{folder}/engine.sock"
         notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -73,7 +73,7 @@ def start_engine(words: list[str], environment: dict[str, str]) -> EngineStart:
 
 
 def start_up(words: list[str], environment: dict[str, str]) -> float:
-    """Seconds from exec of `inferengine up` to its banner."""
+    """Measure the seconds from exec of `inferengine up` to its banner."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**environment, "XDG_RUNTIME_DIR": folder}
         began = time.monotonic()
@@ -89,7 +89,8 @@ def start_up(words: list[str], environment: dict[str, str]) -> float:
 
 
 def report(starts: Sequence[EngineStart], ups: Sequence[float]) -> dict[str, Any]:
-    """Medians and all values; the first run apart, because it may have compiled kernels and read files from a disk."""
+    """Return medians and all values; the first run apart, because it may have compiled kernels and read files from a
+    disk."""
     later = starts[1:] or starts
     columns = {
         "engine_ready_s": [start.ready_s for start in later],
@@ -111,7 +112,7 @@ def report(starts: Sequence[EngineStart], ups: Sequence[float]) -> dict[str, Any
 
 
 def lines(results: dict[str, Any]) -> list[str]:
-    """For people: phases of a median start, then the whole."""
+    """Return lines for people: phases of a median start, then the whole."""
     first, phases = results["first_run"], results["phases_s"]
     before = (
         first["ready_s"] - sum(first["phases"].values()),
@@ -133,7 +134,7 @@ def lines(results: dict[str, Any]) -> list[str]:
 
 
 def random_checkpoint(shape: str, folder: Path) -> None:
-    """Random weights of a shape as safetensors."""
+    """Write random weights of a shape as safetensors."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -152,7 +153,7 @@ def checkpoint(shape: str, folder: Path, *, dummy: bool) -> str:
 
 
 def kept_in(folder: str) -> dict[str, str]:
-    """The environment of an engine that keeps compiled kernels and measured tables in this folder."""
+    """Return the environment of an engine that keeps compiled kernels and measured tables in this folder."""
     return {"TRITON_CACHE_DIR": f"{folder}/triton", "XDG_CACHE_HOME": folder, "CUDA_CACHE_PATH": f"{folder}/cuda"}
 
 

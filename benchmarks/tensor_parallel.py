@@ -62,7 +62,7 @@ class Measurement:
         self.llm.core.step = observed  # type: ignore[method-assign]
 
     def generate_s(self, count: int, length: int, max_tokens: int) -> float:
-        """Seconds for `count` prompts of `length` tokens."""
+        """Measure the seconds for `count` prompts of `length` tokens."""
         prompts = [[self._rng.randrange(self._vocab_size) for _ in range(length)] for _ in range(count)]
         self._ends.clear()
         begin = time.perf_counter()
@@ -71,7 +71,7 @@ class Measurement:
         return time.perf_counter() - begin
 
     def decode_ms(self, rows: int) -> float:
-        """Milliseconds of a step of `rows` sequences."""
+        """Measure the milliseconds of a step of `rows` sequences."""
         self.generate_s(rows, PROMPT, OUTPUT)
         ends = [end for end, count in self._ends if count == rows]
         return 1e3 * statistics.median([b - a for a, b in pairwise(ends)][FIRST:])
@@ -97,7 +97,7 @@ class SumTimes:
         self.exchange = sums.exchange
 
     def measure(self, width: int, rows: int) -> dict[str, float]:
-        """Microseconds by way."""
+        """Measure the microseconds by way."""
         from inferengine.kernels.cuda.norm import add_rms_norm
 
         torch, exchange = self.torch, self.exchange

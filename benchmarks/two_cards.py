@@ -59,7 +59,7 @@ class Job(NamedTuple):
 
 
 def compare(shape: str, sides: str, folder: Path, *words: str) -> list[str]:
-    """The command that compares a shape; its config.json goes below `folder`."""
+    """Return the command that compares a shape; its config.json goes below `folder`."""
     model = folder / shape
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(SHAPES[shape]))
@@ -68,7 +68,8 @@ def compare(shape: str, sides: str, folder: Path, *words: str) -> list[str]:
 
 
 def jobs(folder: Path, *, card_mib: int, peer: Sequence[str], losses: int, services: int) -> list[Job]:
-    """All jobs. `folder`: for models; `card_mib`: memory of a card; `peer`: flags of `bench compare` for the peer."""
+    """Return all jobs. `folder`: for models; `card_mib`: memory of a card; `peer`: flags of `bench compare` for the
+    peer."""
     workloads = ("--workloads", "decode,prefill,first-token,short-greedy", "--quick")
     room: tuple[str, ...] = ()
     if card_mib < LARGE_CARD_MIB:  # weights take 66 GiB of a card
@@ -174,7 +175,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def memory_mib(what: str) -> list[int]:
-    """`used` or `total` memory of each card, from nvidia-smi; none where that does not run."""
+    """Return `used` or `total` memory of each card, from nvidia-smi; none where that does not run."""
     command = ["nvidia-smi", f"--query-gpu=memory.{what}", "--format=csv,noheader,nounits"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
@@ -184,14 +185,14 @@ def memory_mib(what: str) -> list[int]:
 
 
 def wait_for_memory() -> None:
-    """Until the cards are free: processes that were killed give their memory back a little later."""
+    """Wait until the cards are free: processes that were killed give their memory back a little later."""
     deadline = time.monotonic() + FREE_S
     while any(used > FREE_MIB for used in memory_mib("used")) and time.monotonic() < deadline:
         time.sleep(0.3)
 
 
 def summary(result: Row) -> list[str]:
-    """A few lines about the result of any job."""
+    """Return a few lines about the result of any job."""
     kind = result.get("benchmark")
     if kind == "ranks":
         return [

@@ -96,7 +96,7 @@ def _requests(bench: Any) -> float:
 
 
 def compare(before: Worker, after: Worker, piece: str, rounds: int) -> dict[str, Any]:
-    """Both do a piece of work so often, each first in every other round."""
+    """Let both do a piece of work so often, each first in every other round."""
     times: dict[Worker, list[float]] = {before: [], after: []}
     for turn in range(rounds):
         for worker in (before, after) if turn % 2 == 0 else (after, before):

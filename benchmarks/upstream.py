@@ -49,7 +49,7 @@ PROMPTS = ["Once upon a time", "The little bird", "What is a KV cache?", "A stor
 
 
 async def serve_clock(port: int) -> None:
-    """The paced server: /v1/models, completions whose prompt is a name and whose events are a token each, and
+    """Run the paced server: /v1/models, completions whose prompt is a name and whose events are a token each, and
     /times/NAME: when each event of the last completion of that name was written, in microseconds."""
     tokenizer = Tokenizer.from_files({"tokenizer.json": (EMBEDDED / "tokenizer.json").read_bytes()})
     ids = tokenizer.encode(WORD, False)
@@ -91,7 +91,7 @@ async def serve_clock(port: int) -> None:
 
 
 async def serve_copy(port: int, target: int) -> None:
-    """The control: a process that copies bytes between its connections and those to `target`."""
+    """Run the control: a process that copies bytes between its connections and those to `target`."""
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
@@ -115,7 +115,7 @@ class Process(NamedTuple):
 
 
 def processor_s(root: int) -> float:
-    """Seconds that a process and its descendants have computed."""
+    """Return the seconds that a process and its descendants have computed."""
     parents, ticks = {}, {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -137,7 +137,7 @@ def processor_s(root: int) -> float:
 def process(
     command: list[str], folder: str, name: str, core: int | None = None, **environment: str
 ) -> Iterator[tuple[Path, int]]:
-    """A child process on one core where that is given, ended by SIGTERM: its log and its number."""
+    """Run a child process, on one core where that is given, and end it by SIGTERM: its log and its number."""
     log = Path(folder) / f"{name}.log"
     runtime = Path(folder) / name
     runtime.mkdir(mode=0o700)
@@ -159,7 +159,7 @@ def process(
 
 @contextmanager
 def service(folder: str, name: str, *flags: str, core: int | None = None) -> Iterator[Process]:
-    """`inferengine up`, at its HTTP address."""
+    """Run `inferengine up`, at its HTTP address."""
     command = ["inferengine.cli", "up", "--http.port", "0", "--ws.port", "0", *flags]
     with process(command, folder, name, core) as (log, pid):
         end = time.monotonic() + START_S
@@ -174,7 +174,7 @@ def service(folder: str, name: str, *flags: str, core: int | None = None) -> Ite
 
 
 async def read(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[tuple[float, str]]:
-    """A streamed completion: the time of each event's arrival in seconds, and its text."""
+    """Read a streamed completion: the time of each event's arrival in seconds, and its text."""
     arrived: list[tuple[float, str]] = []
     async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as answer:
         if answer.status != 200:
@@ -188,7 +188,7 @@ async def read(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
 
 
 async def measure_latency(clock: str, urls: dict[str, str], streams: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds from writing each event to its arrival, by way, the ways in turn."""
+    """Measure the milliseconds from writing each event to its arrival, by way, the ways in turn."""
     found: dict[str, list[float]] = {name: [] for name in urls}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -218,7 +218,7 @@ class Round(NamedTuple):
 async def measure_throughput(
     urls: dict[str, str], upstream: int, relay: int, *, streams: int, tokens: int, rounds: int
 ) -> dict[str, list[Round]]:
-    """Each round of `tokens` for each stream, by way, the ways in turn. `upstream`, `relay`: the processes."""
+    """Measure each round of `tokens` for each stream, by way, the ways in turn. `upstream`, `relay`: the processes."""
     found: dict[str, list[Round]] = {name: [] for name in urls}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         for number in range(rounds + 1):
@@ -235,13 +235,13 @@ async def measure_throughput(
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Nearest rank."""
+    """Return the quantile by nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def busy_s(core: int) -> float:
-    """Seconds that a core has worked, for any program, or was withheld from this machine."""
+    """Return the seconds that a core has worked, for any program, or was withheld from this machine."""
     for line in Path("/proc/stat").read_text().splitlines():
         name, *fields = line.split()
         if name == f"cpu{core}":
@@ -251,14 +251,15 @@ def busy_s(core: int) -> float:
 
 
 def used_by_others(cores: tuple[int | None, int | None], upstream: int) -> dict[str, float]:
-    """Seconds that programs of others have had of the upstream's core and of that of this process and its children."""
+    """Return the seconds that programs of others have had of the upstream's core and of that of this process and its
+    children."""
     its = processor_s(upstream)
     own = dict(zip(cores, (its, processor_s(os.getpid()) - its), strict=True))
     return {str(core): busy_s(core) - seconds for core, seconds in own.items() if core is not None}
 
 
 def latency_of(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """The part of the result about latency."""
+    """Return the part of the result about latency."""
     theirs, ours = options.cores or (None, None)
     port = 20_000 + os.getpid() % 20_000
     clock = {"CLOCK_RATE": str(options.rate), "CLOCK_EVENTS": str(options.events)}
@@ -289,7 +290,7 @@ def latency_of(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def throughput_of(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """The part of the result about tokens per second."""
+    """Return the part of the result about tokens per second."""
     theirs, ours = options.cores or (None, None)
     with (
         service(folder, "model", core=theirs) as model,

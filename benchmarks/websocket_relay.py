@@ -35,7 +35,7 @@ TOKENS = re.compile(rb'\{"type":"(delta|done)","id":"(r\d+)","choice":0,"cursor"
 
 
 def frame(text: str) -> bytes:
-    """A client's text message of less than 64 KiB; the mask is zero, which RFC 6455 lets a test choose."""
+    """Return a client's text message of less than 64 KiB; the mask is zero, which RFC 6455 lets a test choose."""
     size = len(text)
     head = bytes([0x81, 0x80 | size]) if size < 126 else bytes([0x81, 0xFE]) + size.to_bytes(2, "big")
     return head + bytes(4) + text.encode()
@@ -82,7 +82,8 @@ class Counter(asyncio.Protocol):
 async def one_round(
     port: int, sockets: int, streams: int, tokens: int, name: str, sent_s: Any
 ) -> tuple[dict[str, float], list[tuple[int, float]]]:
-    """Its figures, and for each token its place in its stream and how much later than the engine's step it came."""
+    """Run one round. Returns its figures, and for each token its place in its stream and how much later than the
+    engine's step it came."""
     loop = asyncio.get_running_loop()
     started, counters, ends = time.monotonic(), [], []
     for place in range(sockets):

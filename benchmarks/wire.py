@@ -42,7 +42,7 @@ AHEAD = 16  # steps posted and not yet published, back to back
 
 
 def read(address: str, num_tokens: Any) -> None:
-    """A peer in a process of its own: decodes every STEP and gives credit as clients do."""
+    """Run a peer in a process of its own: it decodes every STEP and gives credit as clients do."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = sockets.client_dealer(context, secrets.token_hex(4).encode())
     socket.connect(address)
@@ -119,7 +119,7 @@ class Bench:
         self.uids.append(uid)
 
     def measure(self, num_steps: int, *, turnover: bool, gap_ms: float) -> dict[str, float]:
-        """Microseconds of the I/O thread's CPU time per step."""
+        """Measure the microseconds of the I/O thread's CPU time per step."""
         clocks: list[float] = []
         parts: list[float] = []
         layout = -1 - 2 * num_steps * turnover

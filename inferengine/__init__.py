@@ -32,5 +32,5 @@ if not TYPE_CHECKING:
         raise AttributeError(f"module 'inferengine' has no attribute '{name}'")
 
     def __dir__() -> list[str]:
-        """Every public name, those included that are imported later."""
+        """Return every public name, those included that are imported later."""
         return sorted({*globals(), *__all__} - {"TYPE_CHECKING"})

@@ -94,7 +94,7 @@ def check(struct: msgspec.Struct, limits: Any = None) -> None:
 
 
 def field_docs(kind: type[msgspec.Struct]) -> dict[str, FieldDoc]:
-    """What is stated of each field of a Struct, by name."""
+    """Return what is stated of each field of a Struct, by name."""
     return _field_docs(kind)
 
 
@@ -147,7 +147,7 @@ def node_of(kind: inspect.Type) -> Node:
 
 
 def json_schema(node: Node, limits: Any = None) -> dict[str, Any]:
-    """The JSON schema of a type, with the bounds that `limits` decide."""
+    """Return the JSON schema of a type, with the bounds that `limits` decide."""
     kind, schema = node.type, dict[str, Any]()
     low, high, is_open = _bounds(node, limits)
     match kind:
@@ -183,7 +183,7 @@ def json_schema(node: Node, limits: Any = None) -> dict[str, Any]:
 
 
 def type_words(node: Node) -> str:
-    """What a value of the wrong type is told."""
+    """Return the message for a value of the wrong type."""
     if "expected" in node.extra:
         return str(node.extra["expected"])
     match node.type:
@@ -207,7 +207,7 @@ def type_words(node: Node) -> str:
 
 
 def range_words(node: Node, limits: Any = None) -> str:
-    """What a value outside the range is told."""
+    """Return the message for a value outside the range."""
     low, high, is_open = _bounds(node, limits)
     match node.type:
         case inspect.IntType() | inspect.FloatType():
@@ -228,7 +228,7 @@ def range_words(node: Node, limits: Any = None) -> str:
 
 
 def refusals(node: Node, limits: Any = None) -> list[str]:
-    """Every message that a value of this field may be refused with."""
+    """Return every message that a value of this field may be refused with."""
     words = [] if isinstance(node.type, inspect.AnyType) else [type_words(node)]
     if node.items is not None and "whole" not in node.extra and not isinstance(node.items.type, inspect.TupleType):
         words.append(type_words(node.items))
@@ -241,7 +241,7 @@ def refusals(node: Node, limits: Any = None) -> list[str]:
 
 
 def each(message: str) -> str:
-    """What is said of a list some of whose entries are refused with `message`."""
+    """Return the message for a list some of whose entries are refused with `message`."""
     return f"{message} each" if message.startswith("at most") else f"each {message}"
 
 
@@ -258,7 +258,7 @@ def _range_refusals(bound: _Bound, limits: Any) -> list[str]:
 
 
 def shown(bound: Any) -> str:
-    """A bound as people write it."""
+    """Format a bound as people write it."""
     return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
@@ -350,7 +350,7 @@ def _bounded_fields(kind: type[msgspec.Struct]) -> tuple[tuple[str, Any, _Bound]
 
 
 def _bound_of(node: Node) -> _Bound | None:
-    """None where nothing bounds it."""
+    """Return the bound of a type; None where nothing bounds it."""
     low, high, is_open = _bounds(node, None)
     items = node.items
     pair = items.type.item_types if items is not None and isinstance(items.type, inspect.TupleType) else ()
@@ -377,7 +377,7 @@ def _check_range(path: str, value: Any, bound: _Bound, limits: Any) -> None:
 
 
 def _bounds(node: Node, limits: Any) -> tuple[Any, Any, bool]:
-    """Lowest and highest value or length, and whether the lowest itself is outside."""
+    """Return the lowest and highest value or length, and whether the lowest itself is outside."""
     kind = node.type
     if isinstance(kind, inspect.IntType | inspect.FloatType):
         low, high = (kind.ge if kind.gt is None else kind.gt), kind.le

@@ -153,7 +153,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
         return self.temperature <= GREEDY_TEMPERATURE
 
     def to_map(self) -> dict[str, Any]:
-        """Only what differs from the defaults: what travels in SUBMIT."""
+        """Return what differs from the defaults, as SUBMIT carries it."""
         return {name: value for name, default in _DEFAULTS if (value := getattr(self, name)) != default}
 
     def replace(self, **changes: Any) -> SamplingParams:
@@ -219,7 +219,8 @@ def _wrong(name: str, message: str) -> FieldError:
 
 
 def _refusal(error: FieldError, path: str) -> InvalidRequest:
-    """A range is refused under its field's name, a wrong type under its place in a list."""
+    """Return the error for a field: a range is refused under its field's name, a wrong type under its place in a
+    list."""
     name, _, place = error.field.partition("[")
     if error.is_type or not place:
         return InvalidRequest(_under(path, error.field), error.message)
@@ -252,5 +253,5 @@ def _bias(path: str, value: Any) -> list[tuple[Any, Any]]:
 
 
 def is_finite(value: int | float) -> bool:
-    """Whether a float can hold it: not infinite, no NaN, no whole number of hundreds of digits."""
+    """Return whether a float can hold it: not infinite, no NaN, no whole number of hundreds of digits."""
     return -sys.float_info.max <= value <= sys.float_info.max

@@ -12,7 +12,7 @@ ITEM_BYTES = 4
 
 
 def to_bytes(values: Iterable[float]) -> bytes:
-    """Rounded to f32. Raises OverflowError for what does not fit."""
+    """Pack values, rounded to f32. Raises OverflowError for what does not fit."""
     packed = array("f", values)
     if _SWAP:
         packed.byteswap()
@@ -20,7 +20,7 @@ def to_bytes(values: Iterable[float]) -> bytes:
 
 
 def to_floats(data: bytes) -> list[float]:
-    """The inverse of `to_bytes`. Raises ValueError where the length is no multiple of 4."""
+    """Unpack values: the inverse of `to_bytes`. Raises ValueError where the length is no multiple of 4."""
     values = array("f")
     values.frombytes(data)
     if _SWAP:
@@ -29,8 +29,8 @@ def to_floats(data: bytes) -> list[float]:
 
 
 def shorten(data: bytes, dimensions: int) -> bytes:
-    """The first `dimensions` values, of length 1 (L2) again: what models trained for it (Matryoshka, Kusupati et al.
-    2022) keep most of their meaning in."""
+    """Return the first `dimensions` values, of length 1 (L2) again: what models trained for it (Matryoshka, Kusupati et
+    al. 2022) keep most of their meaning in."""
     if dimensions * ITEM_BYTES >= len(data):
         return data
     values = to_floats(data[: dimensions * ITEM_BYTES])

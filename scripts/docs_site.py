@@ -34,7 +34,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """A page's Markdown as mkdocs reads it."""
+    """Return a page's Markdown as mkdocs reads it."""
     docs = Path(config["docs_dir"])
     name = page.file.src_uri
     source = PAGES.get(name, docs / name)
@@ -63,7 +63,7 @@ def _relinked(link: re.Match[str], source: Path, page: str, docs: Path) -> str:
 
 
 def _lists(lines: list[str]) -> list[str]:
-    """Lists with an empty line before them and nested by four spaces."""
+    """Put an empty line before lists, and nest them by four spaces."""
     made: list[str] = []
     fenced, in_list = False, False
     for line in lines:

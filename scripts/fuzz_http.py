@@ -138,7 +138,7 @@ class Case:
 
 
 def cases(seed: int, count: int, key: str = "") -> Iterator[Case]:
-    """The requests of a seed."""
+    """Yield the requests of a seed."""
     draw = random.Random(seed)
     for number in range(count):
         yield _case(draw, number, f"Authorization: Bearer {key}" if key else "")
@@ -215,7 +215,7 @@ def _encode(draw: random.Random, document: Any) -> bytes:
 
 
 def send(address: tuple[str, int], case: Case, timeout_s: float = 60.0) -> tuple[int, str]:
-    """Status and error code of its answer; 0 where there was none."""
+    """Send a request. Returns status and error code of its answer; 0 where there was none."""
     try:
         with socket.create_connection(address, timeout=timeout_s) as connection:
             connection.settimeout(timeout_s if case.is_whole else 0.3)
@@ -233,7 +233,7 @@ def send(address: tuple[str, int], case: Case, timeout_s: float = 60.0) -> tuple
 
 
 def memory_mb(pid: int) -> int:
-    """Resident memory of a process and of its children."""
+    """Return the resident memory of a process and of its children, in MB."""
     total = 0
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
@@ -247,7 +247,7 @@ def memory_mb(pid: int) -> int:
 
 
 def run(url: str, seed: int, count: int, *, key: str = "", threads: int = 4) -> tuple[Counter[str], list[str]]:
-    """Statuses, and the requests that were the server's fault."""
+    """Run. Returns the statuses, and the requests that were the server's fault."""
     parts = urlsplit(url)
     address = (parts.hostname or "127.0.0.1", parts.port or 80)
     statuses: Counter[str] = Counter()

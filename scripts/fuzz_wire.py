@@ -105,7 +105,7 @@ class Sent(NamedTuple):
 
 
 def messages(seed: int, count: int) -> Iterator[Sent]:
-    """The messages of a seed."""
+    """Yield the messages of a seed."""
     draw = random.Random(seed)
     ids = [draw.randbytes(16) for _ in range(64)]
     for number in range(count):
@@ -118,7 +118,8 @@ def messages(seed: int, count: int) -> Iterator[Sent]:
 
 
 def _routing_id(draw: random.Random) -> bytes:
-    """Some come twice, some are no text, none begins with a zero byte (ZeroMQ refuses those in the client)."""
+    """Draw a routing id. Some come twice, some are no text, none begins with a zero byte (ZeroMQ refuses those in the
+    client)."""
     if draw.random() < 0.8:
         return b"peer%d" % draw.randrange(2**32)
     return draw.choice((b"twin", b"\xff" * 255, b"\x01", b"e" * 255, "é".encode(), b"fuzz%d" % draw.randrange(200)))
@@ -198,7 +199,7 @@ def _pack(body: Any) -> bytes:
 
 
 def _break(draw: random.Random, frames: list[bytes]) -> list[bytes]:
-    """One message in four is broken as bytes or as frames."""
+    """Break one message in four as bytes or as frames."""
     body = frames[1]
     match draw.randrange(48):
         case 0:
@@ -304,7 +305,7 @@ class Honest:
     faults: list[str] = field(default_factory=list)
 
     def ask(self) -> list[int]:
-        """The tokens of one request; tried again while the queue is full, as Retry-After says."""
+        """Return the tokens of one request; tried again while the queue is full, as Retry-After says."""
         params = SamplingParams(temperature=0.0, seed=1, max_tokens=16, ignore_eos=True)
         while True:
             try:
@@ -440,7 +441,7 @@ def _send_all(peers: Peers, honest: Honest, sent: Iterator[Sent], bound_s: float
 
 
 def _settled(client: Client, wait_s: float, peers: int, pid: int, before: Usage | None) -> dict[str, int]:
-    """What must be zero at the end, after leases and kept outputs have run out. `peers` there were."""
+    """Return what must be zero at the end, after leases and kept outputs have run out. `peers` there were."""
     end = time.monotonic() + wait_s
     while True:
         stats = client.admin("stats")
@@ -458,7 +459,7 @@ def _settled(client: Client, wait_s: float, peers: int, pid: int, before: Usage 
 
 
 def _usage(pid: int) -> Usage | None:
-    """None: nobody's, or that process is gone."""
+    """Return the usage of a process; None: of nobody, or that process is gone."""
     if pid:
         with contextlib.suppress(OSError):
             found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())

@@ -17,7 +17,7 @@ MOST_EXAMPLES = 20
 
 
 def read(folder: Path) -> tuple[dict[str, Any], Samples]:
-    """The files that a run has left, read."""
+    """Read the files that a run has left."""
     lines = (folder / "samples.jsonl").read_text().splitlines()
     return json.loads((folder / "run.json").read_text()), [json.loads(line) for line in lines]
 
@@ -81,7 +81,8 @@ def _names(judged: list[dict[str, Any]]) -> list[str]:
 
 
 def by_minutes(samples: Samples) -> dict[str, list[Any]]:
-    """Columns of one value a minute; of several processes of one name the sum; null where nothing was measured."""
+    """Return columns of one value a minute; of several processes of one name the sum; null where nothing was
+    measured."""
     minutes: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for sample in samples:
         minutes[int(sample["t"] // 60)].append(sample)
@@ -116,7 +117,7 @@ def _summed(samples: Samples, name: str, figure: str) -> float | None:
 
 
 def charts(document: dict[str, Any]) -> dict[str, str]:
-    """SVG by file name, which tells a card's from a CPU's. Raises ConfigError without matplotlib."""
+    """Return SVG by file name, which tells a card's from a CPU's. Raises ConfigError without matplotlib."""
     columns = document["minutes"]
     end = "" if document["device"] == "cpu" else f"-{document['device']}"
 

@@ -35,7 +35,7 @@ def client_sockets(ports: Collection[int]) -> set[str]:
 
 
 def process_figures(pid: int, clients: Collection[str] = ()) -> dict[str, float]:
-    """RSS and PSS in MiB, descriptors, threads, CPU seconds so far. Raises OSError for a process that is gone.
+    """Return RSS and PSS in MiB, descriptors, threads, CPU seconds so far. Raises OSError for a process that is gone.
 
     `clients`: sockets that are not counted as descriptors, because a client keeps them open: there are more of them
     whenever the machine is slower.

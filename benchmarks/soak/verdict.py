@@ -75,8 +75,8 @@ def judge(figure: str, points: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def lives(samples: Samples) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """What was sampled of each process from its start to its end, with the moment `t`, and whether its memory may be
-    judged (`full`)."""
+    """Return what was sampled of each process from its start to its end, with the moment `t`, and whether its memory
+    may be judged (`full`)."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for sample in samples:
         for process in sample["processes"]:
@@ -93,7 +93,7 @@ def has_full_cache(sample: dict[str, Any]) -> bool:
 
 
 def by_minute(rows: Sequence[dict[str, Any]], figure: str) -> list[tuple[float, float]]:
-    """(hours, value) of each minute after the warm-up, of an engine with a full cache."""
+    """Return (hours, value) of each minute after the warm-up, of an engine with a full cache."""
     minutes: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         if row["full"] and row["t"] - rows[0]["t"] >= WARM_UP_S and row.get(figure) is not None:
@@ -125,7 +125,8 @@ def not_judged(judged: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def latency_slopes(samples: Samples) -> dict[str, Any]:
-    """Of the medians of each minute, per hour. Other programs on the machine move them, so they judge nothing."""
+    """Return the slopes of the medians of each minute, per hour. Other programs on the machine move them, so they judge
+    nothing."""
     found = {}
     for name in ("first_token", "between_tokens"):
         minutes: dict[int, list[float]] = defaultdict(list)

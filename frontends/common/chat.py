@@ -233,8 +233,8 @@ def _read_allowed(value: Any) -> AllowedTools | None:
 
 
 def _only(allowed: AllowedTools, definitions: list[Any], functions: list[Function], parallel: bool) -> Tools:
-    """The tools that may be called. With `required` the grammar keeps to them, and the model is shown all, as the API
-    means it (the beginning of the prompt stays in the cache). With `auto` it is shown those alone."""
+    """Return the tools that may be called. With `required` the grammar keeps to them, and the model is shown all, as
+    the API means it (the beginning of the prompt stays in the cache). With `auto` it is shown those alone."""
     for name in allowed.names:
         if all(function.name != name for function in functions):
             raise InvalidRequest("tool_choice", f"there is no tool named {name[:64]}")
@@ -259,7 +259,7 @@ def _read_choice(value: Any) -> str | None:
 
 
 def _kind(tool: dict[str, Any]) -> str:
-    """The key that has a tool's name."""
+    """Return the key that has a tool's name."""
     return "custom" if tool.get("type") == "custom" else "function"
 
 

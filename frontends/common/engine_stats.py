@@ -104,7 +104,7 @@ def _merge(values: list[Any], rule: Callable[[list[Any]], Any] | None) -> Any:
 
 
 def _mean(values: list[float], weights: list[float]) -> float:
-    """The weighted mean; unweighted where a map of them lacks some, or all weights are 0."""
+    """Return the weighted mean; unweighted where a map of them lacks some, or all weights are 0."""
     if len(values) != len(weights) or not sum(weights):
         return sum(values) / len(values)
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

@@ -246,7 +246,7 @@ class HttpProtocol(HttpToolsProtocol):
         return offers and self.parser.get_method() != b"CONNECT" and not self._should_upgrade()
 
     def _head_without_offer(self) -> bytes:
-        """The head that was just read, without the offer of another protocol."""
+        """Return the head that was just read, without the offer of another protocol."""
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         for name, value in self.headers:

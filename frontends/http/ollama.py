@@ -420,7 +420,7 @@ class _Ask(NamedTuple):
         return self.service.config
 
     def head(self) -> dict[str, Any]:
-        """The fields that every line begins with."""
+        """Return the fields that every line begins with."""
         return {"model": self.model, "created_at": _time(time.time())}
 
 

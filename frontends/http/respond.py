@@ -267,7 +267,7 @@ class EventFormat(Protocol):
     """The part of Format that Relay uses."""
 
     def template(self, choice: ChoiceOutput) -> EventTemplate | None:
-        """As Format.template."""
+        """Return a template as Format.template does."""
 
     def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: list[Piece]) -> bytes:
         """Write the events of these pieces."""

@@ -122,8 +122,8 @@ class HttpState:
         return chosen
 
     def _submitter(self, request: Request, served: ServedModel, detachable: bool) -> Any:
-        """As `engines_for`. A request is detached by `detached: true`, or by an id for its stream. `model` may name a
-        LoRA adapter."""
+        """Return what submits, as `engines_for` does. A request is detached by `detached: true`, or by an id for its
+        stream. `model` may name a LoRA adapter."""
         scope = request.scope
         key: ApiKey = scope.get("api_key", ANYBODY)
         document: dict[str, Any] = scope.get("document", {})

@@ -170,18 +170,18 @@ class WebsocketFrontEnd:
     # -- routes ------------------------------------------------------------------------------------------------------
 
     async def health(self, _: Request) -> JSONResponse:
-        """200 while this process answers; with the engine's state and the open sockets of all workers."""
+        """Answer 200 while this process answers, with the engine's state and the open sockets of all workers."""
         return JSONResponse({"status": "ok", "engine": self.engine_state.state, "sockets": self._metrics.num_open})
 
     async def stats(self, request: Request) -> JSONResponse:
-        """The engine's live figures as over HTTP, and the sockets of all workers and of this one."""
+        """Answer with the engine's live statistics as over HTTP, and the sockets of all workers and of this one."""
         if (refusal := self._refusal(request)) is not None:
             return refusal
         own = {"sockets": len(self._socket.connections), "worker": self._metrics.cells.worker}
         return JSONResponse({**await stats_document(self._engine), "sockets": self._metrics.num_open, "ws": own})
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus text of the engine and of the sockets of all workers."""
+        """Answer with the Prometheus text of the engine and of the sockets of all workers."""
         if (refusal := self._refusal(request)) is not None:
             return refusal
         text = await metrics_text(self._engine, self._metrics)
@@ -195,7 +195,7 @@ class WebsocketFrontEnd:
         return None
 
     async def ready(self, _: Request) -> JSONResponse:
-        """200 only when a request sent now would be accepted."""
+        """Answer 200 only when a request sent now would be accepted."""
         state = self.engine_state.state
         return JSONResponse({"ready": state == "READY", "engine": state}, 200 if state == "READY" else 503)
 

@@ -52,7 +52,7 @@ class Codec(Protocol):
         """Decode an ASGI websocket.receive event. Raises InferEngineError protocol_error and request_too_large."""
 
     def may_hold_half_pairs(self, message: Mapping[str, Any]) -> bool:
-        """Whether strings of the document may contain half of a surrogate pair, which is not valid text."""
+        """Return whether strings of the document may contain half of a surrogate pair, which is not valid text."""
 
     def encode(self, frame: Mapping[str, Any]) -> bytes:
         """Encode any frame as a message's payload."""
@@ -90,7 +90,7 @@ class JsonCodec:
         return document
 
     def may_hold_half_pairs(self, message: Mapping[str, Any]) -> bool:
-        """Whether an escaped surrogate is in the text."""
+        """Return whether an escaped surrogate is in the text."""
         return _SURROGATE.search(message.get("text") or "") is not None
 
     def encode(self, frame: Mapping[str, Any]) -> bytes:

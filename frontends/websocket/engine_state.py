@@ -84,7 +84,7 @@ class EngineState:
             samples.popleft()
 
     def _status(self) -> dict[str, Any]:
-        """The last STATUS of the connected engine, or of all together."""
+        """Return the last STATUS of the connected engine, or of all together."""
         found = [item.status for item in self._engine.health() if item.connected and item.status]
         return together(found) if len(found) > 1 else found[0] if found else {}
 

@@ -39,7 +39,7 @@ def environment(*, seed: int | None = None, devices: Sequence[str] = ()) -> dict
 
 
 def _command(words: Sequence[str]) -> str:
-    """The command line: the program by its name, files of the checkout by their paths in it, no keys."""
+    """Return the command line: the program by its name, files of the checkout by their paths in it, no keys."""
     program = Path(words[0])
     name = program.name if program.name != "__main__.py" else f"-m {program.parent.name}"
     shown = [word.replace(f"{ROOT}/", "") for word in _without_keys(words[1:])]

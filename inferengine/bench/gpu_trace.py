@@ -158,7 +158,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _answer(read: Callable[[Any], Any], handle: Any) -> Any:
-    """The value of one NVML query, or None where the device does not support it."""
+    """Return the value of one NVML query, or None where the device does not support it."""
     try:
         return read(handle)
     except Exception:  # the library's own error types exist only where it does

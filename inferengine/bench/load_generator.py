@@ -169,7 +169,7 @@ class LoadConnection(asyncio.Protocol):
                 self._reply.event_s.append(now)
 
     def _read_last(self, document: dict[str, Any], now: float) -> None:
-        """An event that may carry an end, a usage or an error."""
+        """Read an event that may carry an end, a usage or an error."""
         reply = self._reply
         if "error" in document:
             reply.error = str(document["error"].get("message", document["error"]))

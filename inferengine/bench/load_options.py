@@ -61,30 +61,31 @@ def sizes_of(context: int) -> Sizes:
 
 
 def _baseline(sizes: Sizes) -> list[LoadRequest]:
-    """Equal requests that fit at once: no switch should cost anything here."""
+    """Return equal requests that fit at once: no switch should cost anything here."""
     return [LoadRequest(sizes.prompt, sizes.output)] * max(2, sizes.batch // 4)
 
 
 def _continuous_batching(sizes: Sizes) -> list[LoadRequest]:
-    """Three batches' worth, one long output among seven short ones: a static batch waits for its longest."""
+    """Return requests of three batches, one long output among seven short ones: a static batch waits for its
+    longest."""
     outputs = [sizes.output * 2 if i % 8 == 0 else max(4, sizes.output // 8) for i in range(3 * sizes.batch)]
     return [LoadRequest(max(1, sizes.prompt // 4), count) for count in outputs]
 
 
 def _paged_attention(sizes: Sizes) -> list[LoadRequest]:
-    """Short requests: a cache that reserves the longest length for each has room for few of them."""
+    """Return short requests: a cache that reserves the longest length for each has room for few of them."""
     return [LoadRequest(max(1, sizes.prompt // 4), max(1, sizes.output // 2))] * (2 * sizes.batch)
 
 
 def _chunked_prefill(sizes: Sizes) -> list[LoadRequest]:
-    """Streams that run while long prompts come in: how long must they wait for their next token? Enough prompts that
-    the steps that hold them are more than one in a hundred."""
+    """Return streams that run while long prompts come in, to see how long they wait for their next token. Enough
+    prompts that the steps that hold them are more than one in a hundred."""
     streams = [LoadRequest(16, 3 * sizes.output)] * max(2, sizes.batch // 4)
     return streams + [LoadRequest(sizes.long_prompt, 2)] * max(4, sizes.batch // 2)
 
 
 def _prefix_caching(sizes: Sizes) -> list[LoadRequest]:
-    """Everybody sends the same long instructions and a short question."""
+    """Return requests that share the same long instructions and end with a short question."""
     return [LoadRequest(sizes.long_prompt + 24, sizes.shared_output, sizes.long_prompt)] * (3 * sizes.batch)
 
 
@@ -213,7 +214,7 @@ def request_bodies(options: LoadOptions, model: str) -> list[bytes]:
 
 
 def _items(options: LoadOptions, generator: random.Random) -> list[LoadRequest]:
-    """The lengths of each request."""
+    """Return the lengths of each request."""
     if options.workload:
         return WORKLOADS[options.workload].items(sizes_of(options.context or DEFAULT_CONTEXT))
     inputs = length_sampler("--input", options.input, generator)

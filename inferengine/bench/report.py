@@ -37,7 +37,7 @@ def per_output_token(reply: LoadReply) -> float | None:
 
 
 def meets(reply: LoadReply, limits: Mapping[str, float]) -> bool:
-    """Whether a good reply kept every limit, in milliseconds by `ttft`, `tpot`, `e2e`."""
+    """Return whether a good reply kept every limit, in milliseconds by `ttft`, `tpot`, `e2e`."""
     figures = {
         "ttft": reply.event_s[0] - reply.started_s if reply.event_s else math.inf,
         "tpot": per_output_token(reply) or 0.0,
@@ -146,7 +146,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def _gaps(replies: list[LoadReply]) -> list[float]:
-    """The seconds between two events of a stream, over all replies."""
+    """Return the seconds between two events of a stream, over all replies."""
     return [
         after - before for reply in replies for before, after in zip(reply.event_s, reply.event_s[1:], strict=False)
     ]

@@ -57,7 +57,8 @@ def sweep(measure: Measure, options: LoadOptions, concurrencies: Sequence[int]) 
 
 
 def _at_once(options: LoadOptions, number: int = 0) -> LoadOptions:
-    """The load with all requests at once, and prompts of its own for each run: no run finds those of another cached."""
+    """Return the load with all requests at once, and prompts of its own for each run: no run finds those of another
+    cached."""
     return replace(options, rate=BURST_RATE, burstiness=STEADY, seed=options.seed + number)
 
 
@@ -112,7 +113,7 @@ def read_counters(options: LoadOptions) -> dict[str, float | None]:
 
 
 def _get(options: LoadOptions, path: str) -> str:
-    """What the server answers at a path outside /v1; empty where it does not."""
+    """Return the server's response at a path outside /v1; empty where there is none."""
     request = urllib.request.Request(options.url.removesuffix("/").removesuffix("/v1") + path)
     if options.api_key:
         request.add_header("Authorization", f"Bearer {options.api_key}")
@@ -175,7 +176,7 @@ def batch(
 
 
 def _roofline_share(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
-    """By phase, over the time between two looks at /stats."""
+    """Return the share of the roofline by phase, between two readings of /stats."""
     first, last = before.get("roofline") or {}, after.get("roofline") or {}
     found = {}
     for phase, taken_s in last.get("step_seconds", {}).items():
@@ -321,7 +322,7 @@ def _figure(found: dict[str, Any], path: Sequence[str]) -> float:
 
 
 def _gains(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """By workload: how many times better its own rung is than the one below it."""
+    """Return, by workload, how many times better its own rung is than the one below it."""
     gains = {}
     for name, about in WORKLOADS.items():
         for below, row in pairwise(rows):
@@ -502,7 +503,7 @@ def features(measure: Measure, ours: LoadOptions, theirs: LoadOptions | None, ch
 
 
 def _with_feature(load: LoadOptions, name: str, number: int) -> LoadOptions:
-    """The load with a feature's fields, and prompts of its own: no load finds those of another cached."""
+    """Return the load with a feature's fields, and prompts of its own: no load finds those of another cached."""
     body = dict(FEATURES[name])
     if load.chat and "logprobs" in body:
         body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
@@ -525,7 +526,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def _cells(found: dict[str, Any]) -> list[list[str]]:
-    """The table of a report: its head, then its lines."""
+    """Return the cells of a report's table: its head, then its lines."""
     rows = found.get("rows", [])
     match found["benchmark"]:
         case "paired":

@@ -35,11 +35,11 @@ class ChatState:
         self.values: dict[str, Any] = {"temperature": 0.7, "max_tokens": 256}
 
     def messages(self) -> list[dict[str, Any]]:
-        """The messages for the chat template."""
+        """Return the messages for the chat template."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def params(self) -> SamplingParams:
-        """The sampling parameters of the next answer."""
+        """Return the sampling parameters of the next answer."""
         return from_map(self.values)
 
     def change(self, assignments: str, *, vocab_size: int, limits: LimitsConfig) -> None:
@@ -170,7 +170,8 @@ class TerminalChat:
 
 
 def error_line(error: InferEngineError) -> str:
-    """An error as one line: the field before a message that begins with a verb, else the message and its remedy."""
+    """Return an error as one line: the field before a message that begins with a verb, else the message and its
+    remedy."""
     if error.field is not None and error.message[:1].islower():
         return f"{error.field.removeprefix('params.')}: {error.message}"
     return f"{error.message} {error.kind.remedy}"
@@ -198,7 +199,8 @@ def run(arguments: Arguments) -> int:
 
 
 def summary(finish: Finish | None, asked_at: float, first_at: float | None, ended_at: float) -> str:
-    """`42 tokens, 55.1 tokens/s, first after 31 ms, stop`. Times in seconds; the rate is that after the first token."""
+    """Return a summary such as `42 tokens, 55.1 tokens/s, first after 31 ms, stop`. Times in seconds; the rate is that
+    after the first token."""
     if finish is None:
         return "no answer"
     words = [f"{finish.completion_tokens} tokens"]
@@ -211,7 +213,7 @@ def summary(finish: Finish | None, asked_at: float, first_at: float | None, ende
 
 
 def _until_finished(stream: Iterator[Delta], cancel: Callable[[], None]) -> Iterator[Delta]:
-    """The stream's deltas; Ctrl-C cancels it and the rest follows. A second Ctrl-C leaves."""
+    """Yield the stream's deltas. Ctrl-C cancels the request and the rest follows; a second Ctrl-C leaves at once."""
     cancelled = False
     while True:
         try:

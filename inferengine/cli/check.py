@@ -125,7 +125,7 @@ def compare(arguments: Arguments) -> int:
 
 
 def packages() -> Iterator[Finding]:
-    """Whether what pyproject.toml asks for is installed and new enough, for the base and for each extra."""
+    """Check whether what pyproject.toml asks for is installed and new enough, for the base and for each extra."""
     yield Finding(OK, "python", sys.version.split()[0])
     for extra, what in PARTS.items():
         missing: list[str] = []
@@ -152,7 +152,7 @@ def packages() -> Iterator[Finding]:
 
 
 def requirements(extra: str) -> Iterator[tuple[str, str]]:
-    """The packages that the extra asks for on this machine, and their least versions; "": those of the base."""
+    """Yield the packages that the extra asks for on this machine, and their least versions; "": those of the base."""
     for requirement in metadata.requires("inferengine") or []:
         match = REQUIREMENT.match(requirement.replace('"', "'"))
         if match is None:
@@ -167,7 +167,7 @@ def requirements(extra: str) -> Iterator[tuple[str, str]]:
 
 
 def model(config: Config) -> Iterator[Finding]:
-    """Whether the checkpoint is complete and would load."""
+    """Check whether the checkpoint is complete and would load."""
     if config.model.load_format == "dummy":
         yield Finding(NOTE, "model", "load_format is dummy: random weights, for measuring speed only")
     try:
@@ -202,7 +202,7 @@ def _dry_run(folder: Path, quantization: str) -> None:
 
 
 def device(config: Config) -> Iterator[Finding]:
-    """Whether the device that is asked for is there."""
+    """Check whether the device that is asked for is there."""
     nvidia = Path("/dev/nvidiactl").exists()
     if config.engine.device == "cuda" and not nvidia:
         yield Finding(PROBLEM, "device", "engine.device is cuda and there is no NVIDIA driver: use --engine.device cpu")
@@ -213,7 +213,7 @@ def device(config: Config) -> Iterator[Finding]:
 
 
 def onnx(config: Config) -> Iterator[Finding]:
-    """With engine.executor = onnx: whether its packages are there."""
+    """Check, with engine.executor = onnx, whether its packages are installed."""
     if config.engine.executor != "onnx":
         return
     missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
@@ -234,7 +234,7 @@ def _version(package: str) -> str:
 
 
 def speculation(config: Config) -> Iterator[Finding]:
-    """Where draft tokens come from."""
+    """Report where draft tokens come from."""
     on_cpu = config.engine.device == "cpu" or not Path("/dev/nvidiactl").exists()
     method = config.speculation.method
     try:
@@ -252,7 +252,7 @@ def speculation(config: Config) -> Iterator[Finding]:
 
 
 def engine_socket(config: Config) -> Iterator[Finding]:
-    """Whether the engine can bind its sockets here."""
+    """Check whether the engine can bind its sockets here."""
     try:
         address = engine_address(config)
     except (ConfigError, OSError) as error:
@@ -278,12 +278,13 @@ def engine_socket(config: Config) -> Iterator[Finding]:
 
 
 def _user_of(folder: Path) -> int:
-    """The user whose engine uses this folder: this user, or for root the owner of the folder (the service's user)."""
+    """Return the user whose engine uses this folder: this user, or for root the owner of the folder (the service's
+    user)."""
     return os.getuid() or folder.stat().st_uid
 
 
 def ports(config: Config) -> Iterator[Finding]:
-    """Whether the front ends can listen, or listen already."""
+    """Check whether the front ends can listen, or listen already."""
     for name, host, port in (("http", config.http.host, config.http.port), ("ws", config.ws.host, config.ws.port)):
         if name == "http" and config.http.uds:
             continue
@@ -299,7 +300,7 @@ def ports(config: Config) -> Iterator[Finding]:
 
 
 def interpreter(config: Config) -> Iterator[Finding]:
-    """Whether the systemd units, where they are installed, can run this Python.
+    """Check whether the systemd units, where they are installed, can run this Python.
 
     They run as a user of their own and do not see /root and /home, but for what `inferengine systemd install` has bound
     for them. Where they cannot run it, they end with 203/EXEC.
@@ -320,7 +321,7 @@ def interpreter(config: Config) -> Iterator[Finding]:
 
 
 def out_of_reach(python: Path) -> str:
-    """Why services of another user cannot run this interpreter, and what to do; empty: they can."""
+    """Return why services of another user cannot run this interpreter, and what to do; empty: they can."""
     real = python.resolve()
     for place in (python.absolute(), real):
         hidden = next((folder for folder in HIDDEN_FROM_UNITS if place.is_relative_to(folder)), None)
@@ -336,7 +337,7 @@ def out_of_reach(python: Path) -> str:
 
 
 def engine(config: Config) -> Iterator[Finding]:
-    """Whether an engine answers, and in which state it is."""
+    """Check whether an engine answers, and in which state it is."""
     from inferengine.client import Client  # zmq is among the packages that may be missing
     from inferengine.wire.curve import client_keys
 
@@ -406,7 +407,7 @@ def _is_ours(host: str, port: int) -> bool:
 
 
 def numbers(version: str) -> list[int]:
-    """The numbers of a version, those of a local build left out: `2.13.0+cpu` is [2, 13, 0]."""
+    """Return the numbers of a version, those of a local build left out: `2.13.0+cpu` is [2, 13, 0]."""
     return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 

@@ -107,7 +107,7 @@ class Option(NamedTuple):
         return " [" in self.spec
 
     def convert(self, text: str) -> Any:
-        """The value of one word. Raises ConfigError that names the flag."""
+        """Return the value of one word. Raises ConfigError that names the flag."""
         kind = self.kind or (str if self.repeated else type(self.default))
         if kind is str:
             if self.choices and text not in self.choices:
@@ -179,7 +179,7 @@ class Command:
         return self._function(arguments)
 
     def parse(self, words: Sequence[str]) -> Arguments:
-        """The values of this command's options. Raises ConfigError that names the word and the remedy.
+        """Return the values of this command's options. Raises ConfigError that names the word and the remedy.
 
         Words that are left are for the configuration; `Arguments.config` raises for those that it does not know.
         """
@@ -200,7 +200,7 @@ class Command:
         return Arguments(values | given, frozenset(given), read)
 
     def _take_options(self, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """The values of this command's own options, and all other words."""
+        """Return the values of this command's own options, and all other words."""
         given: dict[str, Any] = {}
         rest: list[str] = []
         left = list(words)
@@ -246,7 +246,7 @@ class Command:
         return self._takes_configuration
 
     def help(self, name: str, *, all_keys: bool = False) -> str:
-        """The help text of the command under this name; `all_keys`: with every key of the configuration."""
+        """Return the help text of the command under this name; `all_keys`: with every key of the configuration."""
         words = [
             *(["[MODEL]"] if self._takes_model else []),
             *(["[options]"] if self._options else []),
@@ -271,7 +271,7 @@ class Command:
 
 
 def option_lines(groups: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
-    """Options and their meanings as the lines of a help text, in groups under their titles."""
+    """Return the options and their meanings as the lines of a help text, in groups under their titles."""
     width = max((len(spec) for group in groups.values() for spec, _ in group), default=0)
     lines: list[str] = []
     for title, group in groups.items():
@@ -289,13 +289,13 @@ def option_lines(groups: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
 
 
 def most_used_keys() -> list[tuple[str, str]]:
-    """The keys that most installations set, as flags with their meanings."""
+    """Return the keys that most installations set, as flags with their meanings."""
     known = configuration.keys()
     return [(f"--{key}", _meaning(known[key])) for key in MOST_USED_KEYS]
 
 
 def key_groups(sections: Collection[str] | None = None) -> dict[str, list[tuple[str, str]]]:
-    """The keys of these sections (None: all) as flags with their meanings, under a title for each section."""
+    """Return the keys of these sections (None: all) as flags with their meanings, under a title for each section."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for key, item in configuration.keys().items():
         section = key.partition(".")[0]
@@ -305,7 +305,7 @@ def key_groups(sections: Collection[str] | None = None) -> dict[str, list[tuple[
 
 
 def _meaning(item: dataclasses.Field[Any]) -> str:
-    """The help of a key, with its choices and its default."""
+    """Return the help of a key, with its choices and its default."""
     choices = item.metadata["choices"]
     text = f"{item.metadata['help']}; {configuration.allowed(item)}" if choices else item.metadata["help"]
     return _with_default(text, item.default)
@@ -345,7 +345,7 @@ def command(
 
 
 def resolve(words: Sequence[str], *, takes_model: bool = False, options: Sequence[str] = ()) -> Config:
-    """The configuration that a command line asks for: flags over environment over file.
+    """Return the configuration that a command line asks for: flags over environment over file.
 
     `takes_model` allows one bare word, which becomes `model.path`. `options` are flags of the command, only to be
     suggested. Raises ConfigError for anything that no key, file or model accounts for.
@@ -381,13 +381,14 @@ JSON_LOG = Option("--json", "log as JSON lines: --log.format json")
 
 
 def log_as_json(arguments: Arguments) -> Config:
-    """The configuration of a service that logs as its flag JSON_LOG says. Raises ConfigError."""
+    """Return the configuration of a service that logs as its flag JSON_LOG says. Raises ConfigError."""
     config = arguments.config
     return config.with_values(log={"format": "json"}) if arguments.values["json"] else config
 
 
 def output_file(option: str, name: str) -> Path:
-    """The path of a file that a command writes at its end. Raises ConfigError at once where it could not be written."""
+    """Return the path of a file that a command writes at its end. Raises ConfigError at once where it could not be
+    written."""
     path = Path(name)
     if path.is_dir():
         raise ConfigError(option, f"{name} is a folder: name a file")
@@ -408,7 +409,7 @@ def connect(client: Client) -> Welcome:
 
 
 def suggest(word: str, known: Sequence[str], *, or_else: str) -> str:
-    """The end of a message about an unknown flag: the flags that may have been meant, or `or_else`."""
+    """Return the end of a message about an unknown flag: the flags that may have been meant, or `or_else`."""
     flag = word.partition("=")[0].replace("_", "-") if "." not in word else word.partition("=")[0]
     if flag.lstrip("-") in NOT_HERE:
         return f"; {NOT_HERE[flag.lstrip('-')]}"

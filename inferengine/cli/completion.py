@@ -55,7 +55,7 @@ def run(arguments: Arguments) -> int:
 
 
 def commands() -> list[CompletedCommand]:
-    """Every command as its module declares it; one of two words adds its flags to that of the first."""
+    """Return every command as its module declares it; one of two words adds its flags to that of the first."""
     from inferengine.cli.main import COMMANDS
 
     found: list[CompletedCommand] = []
@@ -72,7 +72,7 @@ def commands() -> list[CompletedCommand]:
 
 
 def configuration_flags() -> list[Flag]:
-    """The flags of the configuration: --config and every key."""
+    """Return the flags of the configuration: --config and every key."""
     config_file = Flag("--config", CONFIGURATION_HELP[0][1], True, is_file=True)
     return [config_file, Flag("--help-all", "explain the command and every key", False)] + [
         Flag(
@@ -92,7 +92,7 @@ def _flag_of(option: Option) -> Flag:
 
 
 def bash(known: list[CompletedCommand], keys: list[Flag]) -> str:
-    """A bash completion script."""
+    """Return a bash completion script."""
     lines = [
         "# Completion of inferengine for bash. Written by `inferengine completion bash`.",
         "_inferengine() {",
@@ -134,7 +134,7 @@ def bash(known: list[CompletedCommand], keys: list[Flag]) -> str:
 
 
 def zsh(known: list[CompletedCommand], keys: list[Flag]) -> str:
-    """A zsh completion function."""
+    """Return a zsh completion function."""
     lines = [
         "#compdef inferengine",
         "# Completion of inferengine for zsh. Written by `inferengine completion zsh`.",
@@ -207,7 +207,7 @@ def _fish_flag(when: str, flag: Flag) -> str:
 
 
 def _values(flags: list[Flag]) -> list[tuple[list[str], tuple[str, ...]]]:
-    """The flags that take one of some values, those with equal values together."""
+    """Return the flags that take one of some values, those with equal values together."""
     of: dict[tuple[str, ...], list[str]] = {}
     for flag in flags:
         if flag.choices and flag.name not in of.setdefault(flag.choices, []):
@@ -224,7 +224,7 @@ def _quoted(words: list[str] | tuple[str, ...]) -> str:
 
 
 def _described(name: str, text: str) -> str:
-    """A word for zsh's _describe."""
+    """Return a word for zsh's _describe."""
     return shlex.quote(f"{name}:{text}")
 
 

@@ -54,7 +54,7 @@ def run(arguments: Arguments) -> int:
 
 
 def python() -> Iterator[Finding]:
-    """The interpreter, and where it runs."""
+    """Report the interpreter, and where it runs."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] < OLDEST_PYTHON:
         yield Finding(PROBLEM, "python", f"{version} is older than 3.11: PYTHON=python3.12 scripts/install")
@@ -69,12 +69,12 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """The packages of the base and of each extra."""
+    """Return findings on the packages of the base and of each extra."""
     return (finding for finding in check.packages() if finding.subject != "python")
 
 
 def processor() -> Iterator[Finding]:
-    """Cores and memory."""
+    """Report the number of cores and the memory."""
     cores, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     limited = f" of {present}" if cores != present else ""
     yield Finding(OK, "processor", f"{cores}{limited} cores, {platform.machine()}")
@@ -88,7 +88,7 @@ def processor() -> Iterator[Finding]:
 
 
 def available_memory(file: Path) -> int | None:
-    """Bytes of memory that a new program can have, as Linux estimates it; None where it does not say."""
+    """Return the bytes of memory that a new program can have, as Linux estimates it; None where it does not say."""
     try:
         found = re.search(r"^MemAvailable:\s*(\d+) kB", file.read_text(encoding="ascii"), re.MULTILINE)
     except OSError:
@@ -97,7 +97,7 @@ def available_memory(file: Path) -> int | None:
 
 
 def gpu() -> Iterator[Finding]:
-    """NVIDIA's devices, their driver, and whether torch can use them."""
+    """Report NVIDIA's devices, their driver, and whether torch can use them."""
     if not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/nvidiactl").exists():
         if has_nvidia_hardware(Path("/sys/bus/pci/devices")):
             yield Finding(
@@ -127,7 +127,7 @@ def gpu() -> Iterator[Finding]:
 
 
 def has_nvidia_hardware(devices: Path) -> bool:
-    """Whether a display or 3D controller of NVIDIA's is on the bus."""
+    """Return whether a display or 3D controller of NVIDIA's is on the bus."""
     for device in devices.glob("*"):
         try:
             vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
@@ -139,7 +139,7 @@ def has_nvidia_hardware(devices: Path) -> bool:
 
 
 def query_devices() -> list[dict[str, str]] | str:
-    """What nvidia-smi says of each device; a text with the remedy where it fails."""
+    """Return what nvidia-smi says of each device; a text with the remedy where it fails."""
     fields = {"name": "name", "driver_version": "driver", "compute_cap": "capability", "memory.free": "free_mib",
               "memory.total": "total_mib"}  # fmt: skip
     smi = shutil.which("nvidia-smi")
@@ -163,7 +163,7 @@ def query_devices() -> list[dict[str, str]] | str:
 
 
 def judge_device(row: dict[str, str]) -> Iterator[Finding]:
-    """One device: how old it is and how much of its memory is free."""
+    """Report how old one device is and how much of its memory is free."""
     capability = tuple(check.numbers(row.get("capability", "")))[:2]
     shown = f"{row.get('name', 'unknown')}, compute capability {row.get('capability', '?')}"
     if capability and capability < OLDEST_CAPABILITY:
@@ -185,7 +185,7 @@ def judge_device(row: dict[str, str]) -> Iterator[Finding]:
 
 
 def judge_torch(driver: str) -> Iterator[Finding]:
-    """Whether the driver is new enough for this build of torch, and torch finds the device."""
+    """Check whether the driver is new enough for this build of torch, and whether torch finds the device."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -216,7 +216,7 @@ def judge_torch(driver: str) -> Iterator[Finding]:
 
 
 def triton() -> Iterator[Finding]:
-    """Triton, and what it compiles with: only for a GPU."""
+    """Report Triton, and what it compiles with: only for a GPU."""
     try:
         version = metadata.version("triton")
     except metadata.PackageNotFoundError:
@@ -239,7 +239,7 @@ def triton() -> Iterator[Finding]:
 
 
 def open_files() -> Iterator[Finding]:
-    """How many files and sockets a process may open."""
+    """Report how many files and sockets a process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FEWEST_FILES:
         yield Finding(NOTE, "open files", f"{soft} per process, so few connections: ulimit -n {min(hard, 65536)} first")
@@ -248,7 +248,7 @@ def open_files() -> Iterator[Finding]:
 
 
 def permissions(config: Config) -> Iterator[Finding]:
-    """Whether this user may write where the service writes, and read what it is told to read."""
+    """Check whether this user may write where the service writes, and read what it is told to read."""
     folders = {"the cache": cache_directory(), "downloaded models": hub_cache_directory()}
     for what, folder in folders.items():
         place = existing(folder)
@@ -274,7 +274,7 @@ def permissions(config: Config) -> Iterator[Finding]:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
+    """Return the folder, or the nearest folder above it that exists."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder

@@ -65,7 +65,8 @@ def run(arguments: Arguments) -> int:
 
 
 def missing_model(name: str, key: str = "model.path") -> str:
-    """The hub id of a model of which the local cache has nothing, or not all; empty: it is there, or is a folder.
+    """Return the hub id of a model of which the local cache has nothing, or not all; empty: it is there, or is a
+    folder.
 
     Raises ConfigError naming `key`.
     """
@@ -125,7 +126,7 @@ def fetch(name: str, stream: TextIO | None) -> Path:
 
 
 def wanted_files(siblings: Sequence[Any]) -> Iterator[RemoteFile]:
-    """What the engine reads of a repository's files."""
+    """Yield those of a repository's files that the engine reads."""
     for sibling in siblings:
         name = sibling.rfilename
         if any(fnmatch(name, pattern) for pattern in WANTED) and not any(fnmatch(name, each) for each in NOT_WANTED):
@@ -134,7 +135,7 @@ def wanted_files(siblings: Sequence[Any]) -> Iterator[RemoteFile]:
 
 
 def why(error: Exception) -> str:
-    """The reason of a failed download with its remedy, for an error of the hub's library."""
+    """Return the reason of a failed download with its remedy, for an error of the hub's library."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in names:
         return "its owner asks for consent: accept the licence on the model's page, then set HF_TOKEN"
@@ -188,7 +189,7 @@ def _check_space(name: str, files: Sequence[RemoteFile], blobs: Path) -> None:
 
 
 def num_bytes(files: Sequence[RemoteFile], blobs: Path) -> int:
-    """How many bytes of these files are in the cache, those of unfinished files included."""
+    """Return how many bytes of these files are in the cache, those of unfinished files included."""
     found = 0
     for file in files:
         if not file.blob:
@@ -224,7 +225,8 @@ def _with_progress(
 
 
 def progress_text(name: str, done: int, total: int, at_first: int, elapsed_s: float) -> str:
-    """`fetching ORG/NAME: 0.40 of 1.50 GB, 21 MB/s, about 52 s left 26 %`, for LiveLine."""
+    """Return the progress for LiveLine, such as `fetching ORG/NAME: 0.40 of 1.50 GB, 21 MB/s, about 52 s left 26 %`,
+    for LiveLine."""
     rate = (done - at_first) / elapsed_s if elapsed_s > 0 else 0.0
     left = f", {rate / 1e6:.0f} MB/s, about {duration((total - done) / rate)} left" if rate > 0 and total > done else ""
     share = 100 * done // total if total else 0
@@ -232,7 +234,7 @@ def progress_text(name: str, done: int, total: int, at_first: int, elapsed_s: fl
 
 
 def duration(seconds: float) -> str:
-    """`52 s`, `3 min`, `2.5 h`."""
+    """Return a duration for people: `52 s`, `3 min`, `2.5 h`."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -133,7 +133,7 @@ SYNONYMS = {
 
 
 def usage(*, all_keys: bool = False) -> str:
-    """The text of `inferengine --help`, or of `--help-all` with every key of the configuration."""
+    """Return the text of `inferengine --help`, or of `--help-all` with every key of the configuration."""
     width = max(len(name) for name in COMMANDS)
     listing = "\n".join(f"  {name:<{width}}  {entry.summary}" for name, entry in COMMANDS.items())
     keys = key_groups() if all_keys else {f"the {len(MOST_USED_KEYS)} keys most used": most_used_keys()}
@@ -199,7 +199,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def unknown_command(name: str, words: Sequence[str]) -> str:
-    """What to say to a first word that is no command, with what was probably meant."""
+    """Return the message for a first word that is no command, with the command that was probably meant."""
     if name.startswith("-"):
         return f"a command comes first, as in 'inferengine up {' '.join(words)}'; commands are {', '.join(COMMANDS)}"
     if "/" in name:
@@ -229,7 +229,8 @@ def require(*extras: str) -> None:
 
 
 def _has_other_executor() -> bool:
-    """Whether something but torch may compute: a package of this one's executors, or an executor of another package."""
+    """Return whether something other than torch may compute: a package of this one's executors, or an executor of
+    another package."""
     if any(map(importlib.util.find_spec, OTHER_EXECUTORS)):
         return True
     from importlib.metadata import entry_points  # 20 ms that few commands need
@@ -238,7 +239,7 @@ def _has_other_executor() -> bool:
 
 
 def error_text(name: str, error: InferEngineError, *, as_json: bool) -> str:
-    """An error as a command writes it."""
+    """Return an error as a command writes it."""
     if not as_json:
         return f"inferengine {name}: {error}"
     found = {"code": error.code, "field": error.field, "message": error.message, "remedy": error.kind.remedy}
@@ -246,13 +247,13 @@ def error_text(name: str, error: InferEngineError, *, as_json: bool) -> str:
 
 
 def _command_of(words: list[str]) -> tuple[str, list[str]]:
-    """The name of the command, of two words or one, and the words after it."""
+    """Return the name of the command, of two words or one, and the words after it."""
     two = " ".join(words[:2])
     return (two, words[2:]) if two in COMMANDS else (words[0], words[1:])
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Whether it is a pipe or socket whose reader has closed it."""
+    """Return whether the stream is a pipe or socket whose reader has closed it."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)  # errors are reported whatever is asked for
     return bool(poll.poll(0))

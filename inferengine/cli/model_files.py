@@ -73,7 +73,7 @@ def inspect(folder: Path) -> ModelSummary:
 
 
 def _inspect_gguf(path: Path) -> ModelSummary:
-    """Of a GGUF file, with those it is split with."""
+    """Summarize a GGUF file, with the files that it is split into."""
     try:
         file = read_gguf(path)
         config = config_values(path)
@@ -94,7 +94,8 @@ def _inspect_gguf(path: Path) -> ModelSummary:
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """The tensors of a safetensors file: name → {dtype, shape, data_offsets}. Raises BadModel when the file is cut."""
+    """Return the tensors of a safetensors file: name → {dtype, shape, data_offsets}. Raises BadModel when the file is
+    cut."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -116,7 +117,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _is_tensor(entry: Any) -> bool:
-    """Whether an entry of a header has a type, a shape and the place of its data."""
+    """Return whether an entry of a header has a type, a shape and the place of its data."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
@@ -148,7 +149,7 @@ def _check_index(folder: Path, tensors: dict[str, dict[str, Any]]) -> None:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """The index: tensor → file."""
+    """Return the index: tensor → file."""
     listed = _read_json(folder, WEIGHTS_INDEX).get("weight_map", {})
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise BadModel(f"{WEIGHTS_INDEX} has no weight_map of tensors and files: fetch it again")

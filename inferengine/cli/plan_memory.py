@@ -60,7 +60,7 @@ def run(arguments: Arguments) -> int:
 
 @contextlib.contextmanager
 def _folder_of(file: Path) -> Iterator[str]:
-    """A folder in which this file is config.json: its own, or one made for the time being."""
+    """Provide a folder in which this file is config.json: its own, or one made for the time being."""
     if file.name == "config.json":
         yield str(file.resolve().parent)
         return

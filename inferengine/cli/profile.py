@@ -107,12 +107,12 @@ class TraceSummary(NamedTuple):
     idle_share: float | None
 
     def to_map(self) -> dict[str, Any]:
-        """The summary as a JSON object."""
+        """Return the summary as a JSON object."""
         return {**self._asdict(), "rows": [row._asdict() for row in self.rows]}
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A trace file, compressed or not. Raises ConfigError."""
+    """Return a trace file, compressed or not. Raises ConfigError."""
     try:
         data = path.read_bytes()
         document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
@@ -127,7 +127,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def summarize(trace: Mapping[str, Any]) -> TraceSummary:
-    """The table of a trace, what takes longest first."""
+    """Return the table of a trace, what takes longest first."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     steps = [
         float(event["dur"])
@@ -146,7 +146,8 @@ def summarize(trace: Mapping[str, Any]) -> TraceSummary:
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of intervals in order of their beginnings: kernels of dependent launches overlap."""
+    """Return the length of the union of intervals, which are in order of their beginnings: kernels of dependent
+    launches overlap."""
     length, reach = 0.0, float("-inf")
     for begin, end in spans:
         length += max(0.0, end - max(begin, reach))
@@ -155,7 +156,7 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def own_times(events: Iterable[Event]) -> list[tuple[str, float]]:
-    """Name and duration of each event without the events inside it, thread by thread."""
+    """Return the name of each event and its duration without the events inside it, thread by thread."""
     threads: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
         threads[event.get("pid"), event.get("tid")].append(event)
@@ -176,7 +177,7 @@ def own_times(events: Iterable[Event]) -> list[tuple[str, float]]:
 
 
 def table(summary: TraceSummary, top: int) -> list[str]:
-    """The table as lines of text: the steps, the totals, then the `top` rows and the rest in one."""
+    """Return the table as lines of text: the steps, the totals, then the `top` rows and the rest in one."""
     steps = summary.steps_us
     count = max(1, len(steps))
     heads = []

@@ -190,7 +190,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def engine_options(config: Config, profile: DeviceProfile) -> EngineOptions:
-    """The options of one simulated engine, from the configuration and the cost model."""
+    """Return the options of one simulated engine, from the configuration and the cost model."""
     block_size = config.cache.block_size or profile.block_size
     num_blocks = config.cache.num_blocks or profile.num_blocks * profile.block_size // block_size
     capacity = profile.capacity(
@@ -207,7 +207,7 @@ def engine_options(config: Config, profile: DeviceProfile) -> EngineOptions:
 
 
 def workload(values: Mapping[str, Any], options: EngineOptions) -> Workload:
-    """The requests that arrive: of a recorded trace, or drawn."""
+    """Return the requests that arrive: of a recorded trace, or drawn at random."""
     longest = min(options.limits.max_model_len, options.limits.num_kv_tokens)
     if values["trace"]:
         return TraceWorkload(Path(values["trace"]), speed=values["speed"], max_tokens=longest)

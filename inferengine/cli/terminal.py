@@ -166,13 +166,13 @@ class Terminal:
 
 
 def _record(source: str, **values: str) -> str:
-    """A line of the log as JSON."""
+    """Return a line of the log as JSON."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     return json.dumps({"time": now, "level": "info", "source": source, **values}, ensure_ascii=False)
 
 
 def estimate(elapsed_s: float, usual_s: float) -> str:
-    """`1.2 s, about 3 s left`; without a usual time the elapsed time alone."""
+    """Return a text such as `1.2 s, about 3 s left`; without a usual time the elapsed time alone."""
     if not usual_s:
         return f"{elapsed_s:.1f} s"
     if elapsed_s > usual_s:
@@ -181,12 +181,12 @@ def estimate(elapsed_s: float, usual_s: float) -> str:
 
 
 def cut_to_width(text: str, columns: int) -> str:
-    """The text on one line of a terminal: a line that wraps could not be erased."""
+    """Return the text on one line of a terminal: a line that wraps could not be erased."""
     return text if len(text) < columns else text[: max(0, columns - 2)] + "…"
 
 
 def split_share(text: str) -> tuple[str, int | None]:
-    """`loading weights 40 %` → (`loading weights`, 40); without a share (text, None)."""
+    """Split `loading weights 40 %` → (`loading weights`, 40); without a share (text, None)."""
     found = SHARE.search(text)
     if found is None:
         return text, None
@@ -194,7 +194,7 @@ def split_share(text: str) -> tuple[str, int | None]:
 
 
 def with_bar(text: str) -> str:
-    """The text with its share drawn as a bar."""
+    """Return the text with its share drawn as a bar."""
     phase, share = split_share(text)
     if not share:
         return phase

@@ -108,7 +108,7 @@ def _print(table: Any, environment: Any, keys: set[Any], *, as_json: bool) -> No
 
 
 def _title(key: Any) -> str:
-    """What a measurement that is not of a product is of."""
+    """Return the title of a measurement that is not of a matrix product."""
     if hasattr(key, "head_dim"):
         window = f", window {key.window}" if key.window else ""
         return (
@@ -122,7 +122,7 @@ def _title(key: Any) -> str:
 
 
 def _choice_lines(key: Any, rows: int, entry: Any, sheet: Mapping[str, float] | None) -> Iterator[str]:
-    """One line for each case of an entry."""
+    """Yield one line for each case of an entry."""
     for case in sorted(entry.times, key=lambda each: (len(each), each)):
         times = entry.times[case]
         share = ""
@@ -135,7 +135,8 @@ def _choice_lines(key: Any, rows: int, entry: Any, sheet: Mapping[str, float] | 
 
 
 def _choice_share(key: Any, rows: int, case: str, microseconds: float, sheet: Mapping[str, float]) -> float:
-    """Of the time that reading keys and values, or experts' weights, takes, or their arithmetic."""
+    """Return the share of the peak: the least time for reading keys and values, or experts' weights, or for their
+    arithmetic, over the measured time."""
     from inferengine.kernels.cuda.tuning.tuned_attention import TunedAttention
     from inferengine.kernels.cuda.tuning.tuned_experts import TunedExperts
 
@@ -159,7 +160,8 @@ def _choice_name(choice: Any) -> str:
 
 
 def _share(key: Any, rows: int, microseconds: float, sheet: Mapping[str, float]) -> float:
-    """Of the time that reading the weight takes, or the arithmetic, at the peaks of the data sheet."""
+    """Return the share of the data sheet's peak: the least time for reading the weight, or for the arithmetic, over the
+    measured time."""
     name = key.operands.name
     item_bytes = 2.0 if name.startswith("DENSE") else 0.5 if name.startswith("W4") else 1.0
     by_reading = key.width * key.columns * item_bytes / (sheet["gb_per_s"] * 1e9)

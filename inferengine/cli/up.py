@@ -117,7 +117,7 @@ def run(arguments: Arguments) -> int:
 
 
 def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: float) -> str:
-    """The text shown once everything runs: the addresses, and a command to try."""
+    """Return the text shown once everything runs: the addresses, and a command to try."""
     if config.http.uds:
         address, target = f"unix:{config.http.uds}", f"--unix-socket {config.http.uds} http://localhost"
     else:
@@ -138,7 +138,8 @@ def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: floa
 
 
 def front_end_silence_s(config: Config) -> float:
-    """Without a sign of life for so long a front end is killed; the parent of a frozen worker replaces that sooner."""
+    """Return the seconds without a sign of life after which a front end is killed; the parent of a frozen worker
+    replaces that sooner."""
     return 2 * (config.engine.frozen_after_s + WATCHDOG_MARGIN_S)
 
 
@@ -165,7 +166,7 @@ class ModelNotFetched(ConfigError):
 
 
 def first_estimate_s(config: Config) -> float:
-    """Seconds that a start may take of which nothing is remembered: from the size of the weights."""
+    """Estimate the seconds of a start of which nothing is remembered, from the size of the weights."""
     try:
         weights = sum(path.stat().st_size for path in weight_paths(model_folder(config)))
     except (ConfigError, OSError):
@@ -184,7 +185,7 @@ class StartTimes:
         self._key = key
 
     def usual_s(self) -> float:
-        """Seconds of the last start; 0: not known."""
+        """Return the seconds of the last start; 0: not known."""
         found = self._read().get(self._key)
         return float(found) if isinstance(found, int | float) and 0 < found < 86_400 else 0.0
 
@@ -213,7 +214,7 @@ def _start_key(config: Config) -> str:
 
 
 def has_terminal() -> bool:
-    """Whether the service has a terminal. When that is closed, the service must end by itself."""
+    """Return whether the service has a terminal. When that is closed, the service must end by itself."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:
@@ -222,7 +223,7 @@ def has_terminal() -> bool:
 
 
 def front_end_listeners(stack: contextlib.ExitStack, config: Config) -> tuple[socket.socket, socket.socket]:
-    """The listening sockets of HTTP and websocket front end, closed with `stack`. Raises AddressTaken."""
+    """Return the listening sockets of HTTP and websocket front end, closed with `stack`. Raises AddressTaken."""
     if config.http.uds:
         http = stack.enter_context(listen.listen_unix(config.http.uds))
     else:
@@ -314,7 +315,8 @@ def _on_cards(config: Config, cards: Sequence[str]) -> bool:
 
 
 def _numbered(key: str, address: str, number: int, *, ports: int = WIRE_PORTS) -> str:
-    """The address of one of several engines: `engine.sock` → `engine-1.sock`; over TCP each has `ports` of its own."""
+    """Return the address of one of several engines: `engine.sock` → `engine-1.sock`; over TCP each has `ports` of its
+    own."""
     before, dot, ending = address.rpartition(".")
     if address.startswith("tcp://"):
         host, _, port = address.rpartition(":")
@@ -323,7 +325,7 @@ def _numbered(key: str, address: str, number: int, *, ports: int = WIRE_PORTS) -
 
 
 def _numbered_port(key: str, port: int, number: int, *, ports: int) -> int:
-    """The first port of an engine that uses `ports` ports in a row, after those of the engines before it."""
+    """Return the first port of an engine that uses `ports` ports in a row, after those of the engines before it."""
     first = port + ports * number
     if port <= MAX_PORT < first + ports - 1:
         raise ConfigError(
@@ -335,6 +337,6 @@ def _numbered_port(key: str, port: int, number: int, *, ports: int) -> int:
 
 
 def service_spec(name: str, config: Config, listener: socket.socket | None, *, watchdog_s: float = 0.0) -> ChildSpec:
-    """How to run a command of the service with this configuration."""
+    """Return how to run a command of the service with this configuration."""
     command = [sys.executable, "-m", "inferengine.cli", name]
     return ChildSpec(name, command, child_environment(config), listener, watchdog_s)

@@ -392,7 +392,7 @@ class AsyncClient:
             raise InferEngineError("engine_unavailable", "The engine did not answer in time.") from None
 
     def _drains(self) -> list[tuple[int, Callable[[], None]]]:
-        """The descriptors to watch, and the function that each calls."""
+        """Return the descriptors to watch, and the function that each calls."""
         transport = self._transport
         drains = [(transport.dealer.fileno(), self._drain), (transport.monitor.fileno(), self._drain_monitor)]
         if transport.subscriber is not None:

@@ -92,7 +92,7 @@ class EngineLoads:
             self.version += 1
 
     def is_available(self, engine: int) -> bool:
-        """Whether an engine takes new requests."""
+        """Return whether an engine takes new requests."""
         return engine in self._members
 
     def bound(self, candidates: Sequence[int]) -> float:

@@ -363,7 +363,8 @@ class EnginePool:
     def attach(
         self, request_id: bytes, cursors: Sequence[int] = (), n: int = 1, reply: str = "tokens"
     ) -> Submission | PooledAttachment:
-        """As AsyncClient.attach. Await `accepted()` before reading `streams`: the engine may have to be found."""
+        """Attach as AsyncClient.attach does. Await `accepted()` before reading `streams`: the engine may have to be
+        found."""
         known = self._engine_of.get(request_id)
         if known is None and len(self.clients) != 1:
             return PooledAttachment(self.clients, request_id, cursors, n, reply)
@@ -378,11 +379,12 @@ class EnginePool:
                 client.cancel_request(request_id)
 
     async def model_files(self, files: Sequence[str] | None = None) -> ModelFiles:
-        """As AsyncClient.model_files, from a READY engine."""
+        """Fetch the model's files as AsyncClient.model_files does, from a READY engine."""
         return await self._any_client().model_files(files)
 
     async def admin(self, op: str, **arguments: Any) -> Any:
-        """As AsyncClient.admin, on any READY engine; to address a certain engine use `clients`."""
+        """Run an operation as AsyncClient.admin does, on any READY engine; to address a certain engine use
+        `clients`."""
         return await self._any_client().admin(op, **arguments)
 
     def choose(self, prompt: Sequence[int] | str = (), salt: bytes = b"") -> AsyncClient:
@@ -746,13 +748,13 @@ class PooledAttachment:
         raise failure
 
     def cancel(self) -> None:
-        """As Submission.cancel."""
+        """Cancel as Submission.cancel does."""
         self._cancelled = True
         if self._submission is not None:
             self._submission.cancel()
 
     def leave(self) -> None:
-        """As Submission.leave."""
+        """Leave as Submission.leave does."""
         self._left = True
         if self._submission is not None:
             self._submission.leave()

@@ -735,8 +735,8 @@ class OpenRequests:
     # -- a lost engine -----------------------------------------------------------------------------------------------
 
     def suspend_all(self, error: InferEngineError, lost_s: float) -> None:
-        """The engine is lost and its fate unknown. Requests that can move to another engine do; the others wait to
-        hear whether this one has kept them."""
+        """Suspend all requests: the engine is lost and its fate unknown. Requests that can move to another engine do;
+        the others wait to hear whether this one has kept them."""
         for request in list(self._requests.values()):
             if request.lost_s is None and not request.resubmit:
                 self.drop(request, error)
@@ -746,15 +746,15 @@ class OpenRequests:
                     request.failover(request, error)  # on success the other session has it, and this one forgets it
 
     def engine_kept_all(self, now: float) -> None:
-        """The engine is back with every request."""
+        """Continue all requests: the engine is back with every one."""
         for request in list(self._lost.values()):
             if request.state is RequestState.ACCEPTED:
                 self._resumed(request, now)
 
     def engine_forgot_all(self, *, restarted: bool, lost_s: float) -> None:
-        """The engine is another one (`restarted`), or has forgotten this connection. Accepted requests resume where
-        that is possible; detached ones still run, and are attached to again. Unanswered ones are sent again: the id
-        makes sure that each runs once."""
+        """Recover all requests: the engine is another one (`restarted`), or has forgotten this connection. Accepted
+        requests resume where that is possible; detached ones still run, and are attached to again. Unanswered ones are
+        sent again: the id makes sure that each runs once."""
         for request in list(self._requests.values()):
             if request.held:
                 if restarted:
@@ -771,8 +771,8 @@ class OpenRequests:
                 self.lose(request, InferEngineError("engine_unavailable", text), lost_s)
 
     def lose(self, request: OpenRequest, error: InferEngineError, lost_s: float, *, retry_s: float = 0.0) -> None:
-        """The engine will say no more about this request: hold it, move it, or end it. `retry_s`: when it may be sent
-        to this engine again, if that is READY then."""
+        """Hold, move or end a request about which the engine will say no more. `retry_s`: when it may be sent to this
+        engine again, if that is READY then."""
         if not self._end_cancelled(request):
             return
         refused = resume_refusal(request, error.code, error.message)
@@ -1019,7 +1019,7 @@ class OpenRequests:
         return True
 
     def _is_moved(self, row: Done) -> bool:
-        """Whether a request that ended without output was moved to another engine."""
+        """Return whether a request that ended without output was moved to another engine."""
         collector = self._collectors.get(row.stream)
         request = None if collector is None else collector.request
         if request is None or request.failover is None or request.begun or not isinstance(row.detail, list | tuple):

@@ -259,13 +259,13 @@ class Session:
     # -- the transport's side ------------------------------------------------------------------------------------------
 
     def connected(self, now: float) -> None:
-        """The transport has a (new) connection. Whatever was in the old one is lost."""
+        """Begin a connection that the transport has made. Whatever was in the old one is lost."""
         self._connected = True
         self._now = now
         self._greet(now)
 
     def disconnected(self, now: float) -> None:
-        """The transport has lost its connection."""
+        """Handle the loss of the transport's connection."""
         self._connected = False
         self._now = now
         if self._away_s is None:
@@ -442,8 +442,8 @@ class Session:
             self._greet(now)
 
     def _on_goodbye(self, message: Goodbye, now: float) -> None:
-        """The engine stops, and has forgotten this client: nothing can be resumed there. It waits for the BYE, so that
-        no GOODBYE is lost with the connection."""
+        """Handle GOODBYE: the engine stops, and has forgotten this client. Nothing can be resumed there. It waits for
+        the BYE, so that no GOODBYE is lost with the connection."""
         self._lose(message.reason, now)
         self._send(Bye())
         self._resume = None

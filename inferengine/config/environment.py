@@ -16,12 +16,13 @@ REVISION_VARIABLE = "INFERENGINE_REVISION"  # the one of this prefix that is no 
 
 
 def variables() -> Mapping[str, str]:
-    """The process's environment variables."""
+    """Return the process's environment variables."""
     return os.environ
 
 
 def runtime_directory() -> Path:
-    """The folder of sockets, mode 0750: systemd's RUNTIME_DIRECTORY, XDG_RUNTIME_DIR, else a private folder in /tmp.
+    """Return the folder of sockets, mode 0750: systemd's RUNTIME_DIRECTORY, XDG_RUNTIME_DIR, else a private folder in
+    /tmp.
 
     Raises ConfigError where it cannot be made or is not safe.
     """
@@ -68,7 +69,8 @@ def unsafe_folder(folder: Path, user: int | None = None) -> str:
 
 
 def cache_directory() -> Path:
-    """The folder for data that is kept between runs: systemd's CACHE_DIRECTORY, XDG_CACHE_HOME, else ~/.cache."""
+    """Return the folder for data that is kept between runs: systemd's CACHE_DIRECTORY, XDG_CACHE_HOME, else
+    ~/.cache."""
     if systemd := os.environ.get("CACHE_DIRECTORY"):
         return Path(systemd.split(":")[0])
     base = os.environ.get("XDG_CACHE_HOME")
@@ -76,7 +78,8 @@ def cache_directory() -> Path:
 
 
 def state_directory() -> Path:
-    """The folder for data that must not be lost: systemd's STATE_DIRECTORY, XDG_STATE_HOME, else ~/.local/state."""
+    """Return the folder for data that must not be lost: systemd's STATE_DIRECTORY, XDG_STATE_HOME, else
+    ~/.local/state."""
     if systemd := os.environ.get("STATE_DIRECTORY"):
         return Path(systemd.split(":")[0])
     base = os.environ.get("XDG_STATE_HOME")
@@ -124,8 +127,8 @@ def send_no_telemetry() -> None:
 
 
 def visible_cards() -> list[str]:
-    """The NVIDIA devices that a program started here sees, as CUDA_VISIBLE_DEVICES names them: the entries of that
-    variable, else the numbers of the device files. Says nothing of whether torch can use them."""
+    """Return the NVIDIA devices that a program started here sees, as CUDA_VISIBLE_DEVICES names them: the entries of
+    that variable, else the numbers of the device files. Says nothing of whether torch can use them."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         cards = [card.strip() for card in named.split(",")]
         hidden = next((place for place, card in enumerate(cards) if card in ("", "-1")), len(cards))
@@ -135,7 +138,8 @@ def visible_cards() -> list[str]:
 
 
 def hub_cache_directory() -> Path:
-    """Where Hugging Face's tools keep downloaded models: HF_HUB_CACHE, HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    """Return where Hugging Face's tools keep downloaded models: HF_HUB_CACHE, HF_HOME/hub, else
+    ~/.cache/huggingface/hub."""
     if cache := os.environ.get("HF_HUB_CACHE"):
         return Path(cache)
     if home := os.environ.get("HF_HOME"):
@@ -145,22 +149,24 @@ def hub_cache_directory() -> Path:
 
 
 def hub_endpoint() -> str:
-    """The address of the Hugging Face hub, or of its mirror: HF_ENDPOINT."""
+    """Return the address of the Hugging Face hub, or of its mirror: HF_ENDPOINT."""
     return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 
 
 def build_revision() -> str:
-    """The revision that this code was built from, as its builder says: INFERENGINE_REVISION; empty: it does not."""
+    """Return the revision that this code was built from, as its builder says: INFERENGINE_REVISION; empty: it does
+    not."""
     return os.environ.get(REVISION_VARIABLE, "").strip()
 
 
 def notify_socket() -> str | None:
-    """systemd's notification socket, or None."""
+    """Return systemd's notification socket, or None."""
     return os.environ.get("NOTIFY_SOCKET")
 
 
 def watchdog_interval_s() -> float | None:
-    """The interval at which systemd's watchdog is to be notified, half of WatchdogSec; None without a watchdog."""
+    """Return the interval at which systemd's watchdog is to be notified, half of WatchdogSec; None without a
+    watchdog."""
     microseconds = os.environ.get("WATCHDOG_USEC")
     if not microseconds or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return None

@@ -71,7 +71,7 @@ NAMES: dict[str, str] = {
 
 
 def hub_id(name: str) -> str:
-    """The hub id of a short name; every other name as it is. `@REVISION` stays behind it.
+    """Return the hub id of a short name; every other name as it is. `@REVISION` stays behind it.
 
     Upper case and Ollama's colon are read too: `Qwen3:0.6B` is qwen3-0.6b.
     """
@@ -80,7 +80,7 @@ def hub_id(name: str) -> str:
 
 
 def near_names(name: str) -> list[str]:
-    """Short names that `name` may have meant, at most three; of a family without a size, its sizes."""
+    """Return short names that `name` may have meant, at most three; of a family without a size, its sizes."""
     short = name.partition("@")[0].lower().replace(":", "-").rpartition("/")[2]
     sizes = [known for known in NAMES if known.startswith(f"{short}-")]
     return sizes[:3] or difflib.get_close_matches(short, NAMES, n=3, cutoff=0.75)
@@ -95,8 +95,8 @@ HUB_ID = re.compile(r"^([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
 
 
 def model_folder(config: Config) -> Path:
-    """The folder of `model.path`: as it is, or `ORG/NAME` or `ORG/NAME@REVISION` in the hub's cache. Of a model in GGUF
-    format it is the file, which stands for a folder: models/hf_config.py and engine/model_info.py read both.
+    """Return the folder of `model.path`: as it is, or `ORG/NAME` or `ORG/NAME@REVISION` in the hub's cache. Of a model
+    in GGUF format it is the file, which stands for a folder: models/hf_config.py and engine/model_info.py read both.
 
     Raises ConfigError naming `model.path` when there is neither.
     """
@@ -104,12 +104,13 @@ def model_folder(config: Config) -> Path:
 
 
 def weight_paths(folder: Path) -> list[Path]:
-    """The files of the weights in a folder, or of a model in GGUF format. Raises ConfigError for a broken one."""
+    """Return the files of the weights in a folder, or of a model in GGUF format. Raises ConfigError for a broken
+    one."""
     return list(read_gguf(folder).files) if folder.suffix == SUFFIX else sorted(folder.glob("*.safetensors"))
 
 
 def draft_folder(config: Config, *, on_cpu: bool) -> Path | None:
-    """The folder of the draft model; None without one. `on_cpu`: whether the model runs on a CPU."""
+    """Return the folder of the draft model; None without one. `on_cpu`: whether the model runs on a CPU."""
     speculation = config.speculation
     if speculation.method not in ("auto", "draft"):
         return None
@@ -124,7 +125,8 @@ def draft_folder(config: Config, *, on_cpu: bool) -> Path | None:
 
 
 def to_fetch(name: str, key: str = "model.path") -> str:
-    """The hub id, with its revision, of a model that is neither a folder nor in the local cache; empty: it is there.
+    """Return the hub id, with its revision, of a model that is neither a folder nor in the local cache; empty: it is
+    there.
 
     Raises ConfigError naming `key` for a name that can be neither.
     """
@@ -162,7 +164,7 @@ def _check_name(name: str, key: str) -> None:
 
 
 def served_name(config: Config) -> str:
-    """The model's name on the wire and on /v1/models."""
+    """Return the model's name on the wire and on /v1/models."""
     if config.model.served_name:
         return config.model.served_name
     if not config.model.path:
@@ -195,7 +197,7 @@ def _cache_folder(repository: str) -> Path:
 
 
 def _snapshot(name: str) -> Path | None:
-    """The folder of `ORG/NAME` or `ORG/NAME@REVISION` in the hub's cache; None: it is not there."""
+    """Return the folder of `ORG/NAME` or `ORG/NAME@REVISION` in the hub's cache; None: it is not there."""
     repository, _, revision = name.partition("@")
     base, revision = _cache_folder(repository), revision or "main"
     reference = base / "refs" / revision

@@ -506,17 +506,18 @@ class Config:
     trace: TraceConfig = field(default_factory=TraceConfig)
 
     def with_values(self, **sections: Mapping[str, Any]) -> Config:
-        """A copy with some keys changed: `config.with_values(http={"port": 0})`. Checked like any other input."""
+        """Return a copy with some keys changed: `config.with_values(http={"port": 0})`. Checked like any other
+        input."""
         flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
         return _apply(self, flat, "call")
 
     def resolved(self) -> dict[str, dict[str, Any]]:
-        """Every key with its value, as printed at start and served by /stats."""
+        """Return every key with its value, as printed at start and served by /stats."""
         return dataclasses.asdict(self)
 
 
 def keys() -> dict[str, dataclasses.Field[Any]]:
-    """Every `section.key` of the configuration with its dataclass field, in the file's order."""
+    """Return every `section.key` of the configuration with its dataclass field, in the file's order."""
     table: dict[str, dataclasses.Field[Any]] = {}
     for section in dataclasses.fields(Config):
         for item in dataclasses.fields(_section_type(section.name)):
@@ -571,26 +572,26 @@ def parse_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def engine_address(config: Config) -> str:
-    """The ROUTER address that clients connect to. Raises ConfigError for a wire.socket that is none."""
+    """Return the ROUTER address that clients connect to. Raises ConfigError for a wire.socket that is none."""
     if config.wire.socket:
         check_address("wire.socket", config.wire.socket)
     return config.wire.socket or f"ipc://{runtime_directory() / (config.engine.name + '.sock')}"
 
 
 def engine_addresses(config: Config) -> list[str]:
-    """The ROUTER addresses of all engines that a front end spreads its requests over."""
+    """Return the ROUTER addresses of all engines that a front end spreads its requests over."""
     return [address.strip() for address in config.wire.engines.split(",") if address.strip()] or [
         engine_address(config)
     ]
 
 
 def load_balancing(config: Config) -> str:
-    """The policy by which a front end spreads its requests: wire.load_balancing, `auto` resolved."""
+    """Return the policy by which a front end spreads its requests: wire.load_balancing, `auto` resolved."""
     return "power_of_two" if config.wire.load_balancing == "auto" else config.wire.load_balancing
 
 
 def status_address(config: Config) -> str:
-    """The PUB address, always derived from the engine's: `<engine address>.status`, or the next TCP port."""
+    """Return the PUB address, always derived from the engine's: `<engine address>.status`, or the next TCP port."""
     address = engine_address(config)
     if address.startswith("tcp://"):
         host, _, port = address.rpartition(":")
@@ -599,7 +600,7 @@ def status_address(config: Config) -> str:
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """The environment for a child process that must run with exactly this configuration."""
+    """Return the environment for a child process that must run with exactly this configuration."""
     inherited = {name: value for name, value in variables().items() if not name.startswith(ENVIRONMENT_PREFIX)}
     for section, values in config.resolved().items():
         for key, value in values.items():
@@ -609,7 +610,7 @@ def child_environment(config: Config) -> dict[str, str]:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved configuration as a TOML file with each key's help and what it takes as a comment."""
+    """Return the resolved configuration as a TOML file with each key's help and what it takes as a comment."""
     lines: list[str] = []
     table = keys()
     for section, values in config.resolved().items():
@@ -630,7 +631,7 @@ def to_toml(config: Config) -> str:
 
 
 def describe(config: Config) -> dict[str, dict[str, Any]]:
-    """Every `section.key` with its value, default, type, what it takes and its meaning, for programs."""
+    """Return every `section.key` with its value, default, type, what it takes and its meaning, for programs."""
     values = config.resolved()
     return {
         name: {
@@ -647,7 +648,7 @@ def describe(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _apply(config: Config, values: Mapping[str, Any], source: str, place: str = "") -> Config:
-    """The configuration with these values. `place` is added to error messages: where the value comes from."""
+    """Return the configuration with these values. `place` is added to error messages: where the value comes from."""
     table = keys()
     changed: dict[str, dict[str, Any]] = {}
     for given, raw in values.items():

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file. Raises ConfigError for one that cannot be read."""
+    """Read a TOML file. Raises ConfigError for one that cannot be read."""
     try:
         with path.open("rb") as handle:
             return tomllib.load(handle)
@@ -34,7 +34,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def flatten(document: Mapping[str, Any]) -> dict[str, Any]:
-    """`section.key` to value. Raises ConfigError for a key outside of sections."""
+    """Flatten a parsed TOML file to `section.key` → value. Raises ConfigError for a key outside of sections."""
     flat: dict[str, Any] = {}
     for section, values in document.items():
         if not isinstance(values, dict):
@@ -47,7 +47,8 @@ def flatten(document: Mapping[str, Any]) -> dict[str, Any]:
 def from_environment(
     variables: Mapping[str, str], known: Mapping[str, Any], renamed: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables that set a known key, old names included. Raises ConfigError for other INFERENGINE_ variables."""
+    """Return the variables that set a known key, old names included. Raises ConfigError for other INFERENGINE_
+    variables."""
     names = {variable_name(name): name for name in known}
     old_names = {variable_name(name): variable_name(new) for name, new in renamed.items()}
     found: dict[str, str] = {}
@@ -64,12 +65,13 @@ def from_environment(
 
 
 def variable_name(key: str) -> str:
-    """The environment variable of a key: INFERENGINE_SECTION_KEY."""
+    """Return the environment variable of a key: INFERENGINE_SECTION_KEY."""
     return f"{ENVIRONMENT_PREFIX}{key.replace('.', '_')}".upper()
 
 
 def current_name(name: str, renamed: Mapping[str, str], shown: str) -> str:
-    """The present name of a key. Logs a warning where `name` is an old one. `shown` formats names in the warning."""
+    """Return the present name of a key. Logs a warning where `name` is an old one. `shown` formats names in the
+    warning."""
     if name not in renamed:
         return name
     logger.warning(
@@ -79,7 +81,7 @@ def current_name(name: str, renamed: Mapping[str, str], shown: str) -> str:
 
 
 def convert(name: str, item: dataclasses.Field[Any], raw: Any) -> Any:
-    """The value of a key from text, or from a TOML value. Raises ConfigError naming the key."""
+    """Convert text, or a TOML value, to the value of a key. Raises ConfigError naming the key."""
     value = _typed(name, str(item.type), raw)
     choices, minimum, maximum = (item.metadata[name] for name in ("choices", "minimum", "maximum"))
     if choices and value not in choices:
@@ -129,7 +131,7 @@ def check_address(key: str, address: str) -> None:
 
 
 def allowed(item: dataclasses.Field[Any]) -> str:
-    """What a key takes, in words: `one of auto, cpu, cuda`, `a whole number, at least 1`; empty for any text."""
+    """Return what a key takes, in words: `one of auto, cpu, cuda`, `a whole number, at least 1`; empty for any text."""
     choices, minimum, maximum = (item.metadata[name] for name in ("choices", "minimum", "maximum"))
     if choices:
         return f"one of {', '.join(map(str, choices))}"
@@ -174,7 +176,7 @@ NEAR = 0.74  # difflib's ratio above which a name counts as misspelt
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The known keys that `name` may have meant: of the same last part, another engine's flag, or misspelt.
+    """Return the known keys that `name` may have meant: of the same last part, another engine's flag, or misspelt.
 
     None where nothing is alike: a bad suggestion is worse than none. Dashes count as underscores.
     """
@@ -197,13 +199,13 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of an error message: the known keys that may have been meant, after `prefix`, or nothing."""
+    """Return the end of an error message: the known keys that may have been meant, after `prefix`, or nothing."""
     close = [prefix + each for each in nearest(name, known)]
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def variable_suggestion(variable: str, known: Iterable[str]) -> str:
-    """The same for an environment variable; `known` are variables too."""
+    """Return the same as `suggestion` for an environment variable; `known` are variables too."""
     close = difflib.get_close_matches(
         variable.removeprefix(ENVIRONMENT_PREFIX), [each.removeprefix(ENVIRONMENT_PREFIX) for each in known], 1, NEAR
     )

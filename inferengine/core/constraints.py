@@ -51,7 +51,7 @@ class Grammar(Protocol):
         ...
 
     def is_terminated(self) -> bool:
-        """Whether no token can follow."""
+        """Return whether no token can follow."""
         ...
 
     def forced(self) -> list[int]:

@@ -165,7 +165,7 @@ class DeviceLost(RuntimeError):
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether the device is lost after this error, so that no step can be tried again."""
+    """Return whether the device is lost after this error, so that no step can be tried again."""
     return isinstance(error, DeviceLost) or type(error).__name__ == "AcceleratorError"  # torch's, for CUDA errors
 
 
@@ -173,7 +173,7 @@ class StepFuture(Protocol):
     """The result of a step under way."""
 
     def done(self) -> bool:
-        """Whether `result` returns at once."""
+        """Return whether `result` returns at once."""
         ...
 
     def provide_masks(self, words: bytearray) -> None:

@@ -391,7 +391,7 @@ class BlockAgeHistograms:
         self.lifetime, self.idle, self.reuse_gap = (Histogram(BLOCK_AGES_S) for _ in range(3))
 
     def to_map(self) -> dict[str, dict[str, Any]]:
-        """By the name that vLLM gives them, without its prefix."""
+        """Return the figures by the names that vLLM gives them, without its prefix."""
         return {
             "kv_block_lifetime_seconds": self.lifetime.to_map(),
             "kv_block_idle_before_evict_seconds": self.idle.to_map(),
@@ -431,7 +431,7 @@ class SwapSpace:
         self.back = CopyList(len(groups))
 
     def has_room(self, sequence: Sequence) -> bool:
-        """Whether the host has room for all blocks that the sequence holds."""
+        """Return whether the host has room for all blocks that the sequence holds."""
         held = zip(sequence.block_tables, sequence.num_blocks_released, self.pools, strict=True)
         return all(len(table) - released <= pool.num_free for table, released, pool in held)
 
@@ -572,7 +572,8 @@ class KVCacheManager:
         return PrefixHit(count * size, found, memo[:count])
 
     def _num_known(self, found: list[list[int | None]]) -> int:
-        """How many of the first blocks are in all groups without a window; of windows alone, in any."""
+        """Return how many of the first blocks are cached in all groups without a window; where all have windows, in
+        any."""
         if self._full_groups:
             return min(_first_missing(found[index]) for index in self._full_groups)
         return next(
@@ -580,13 +581,13 @@ class KVCacheManager:
         )
 
     def _first_needed(self, group: KVGroup, num_blocks: int) -> int:
-        """Index of the first block that the token after `num_blocks` full blocks can see."""
+        """Return the index of the first block that the token after `num_blocks` full blocks can see."""
         if group.window is None:
             return 0
         return max(0, (num_blocks * self.block_size - group.window + 1) // self.block_size)
 
     def _usable(self, blocks: list[int | None], group: KVGroup, count: int) -> int:
-        """The largest number of blocks <= count with which this group could go on, of those found."""
+        """Return the largest number of blocks <= count with which this group could go on, of those found."""
         if group.window is None:
             return min(count, _first_missing(blocks))
         while count:

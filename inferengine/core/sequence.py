@@ -76,8 +76,8 @@ class Request:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of choice `choice`: the request's own for the first, else mixed with it (splitmix64, Steele et al.
-    2014), so that neighbouring seeds do not share draws."""
+    """Return the seed of choice `choice`: the request's own for the first, else mixed with it (splitmix64, Steele et
+    al. 2014), so that neighbouring seeds do not share draws."""
     if choice == 0:
         return seed
     mixed = (seed + choice * 0x9E3779B97F4A7C15) & _MASK

@@ -302,7 +302,7 @@ class SpeculationController:
         return False
 
     def is_active(self, num_rows: int) -> bool:
-        """Whether speculation pays, or may be tried again, with so many rows."""
+        """Return whether speculation pays, or may be tried again, with so many rows."""
         if num_rows == 0 or num_rows > self.max_running:
             return False
         history = self._history(num_rows)
@@ -311,11 +311,12 @@ class SpeculationController:
         return self.cost.plain_s(num_rows) is not None
 
     def is_due(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether this sequence may have draft tokens when it has so many tokens."""
+        """Return whether this sequence may have draft tokens when it has so many tokens."""
         return num_tokens >= sequence.drafts_resume_at
 
     def is_behind(self, sequence: Sequence) -> bool:
-        """Whether a draft model has much to read first: the prompt, or the tokens since its last draft tokens."""
+        """Return whether a draft model has much to read first: the prompt, or the tokens since its last draft
+        tokens."""
         return len(sequence.tokens) - sequence.last_draft_at > CATCH_UP
 
     def begin_drafts(self, sequence: Sequence) -> None:
@@ -355,7 +356,7 @@ class SpeculationController:
         return trials
 
     def _best(self, offers: Mapping[Sequence, int], num_rows: int, estimate: Estimate) -> dict[Sequence, int]:
-        """The choice with the most tokens per second; empty if no draft tokens give more."""
+        """Return the draft lengths with the most tokens per second; empty if no draft tokens give more."""
         chances = [
             (rate**place, sequence)
             for sequence, length in offers.items()
@@ -473,7 +474,7 @@ class _Fit:
             setattr(self, name, share * getattr(self, name))
 
     def line(self) -> tuple[float, float]:
-        """(at 0, slope)."""
+        """Return the fitted line as (value at 0, slope)."""
         spread = self.count * self.sum_xx - self.sum_x**2
         if spread > 0.01 * self.sum_x**2:
             slope = (self.count * self.sum_xy - self.sum_x * self.sum_y) / spread
@@ -660,8 +661,8 @@ class Speculator:
         return chosen
 
     def wants_results(self, step: int, is_verifying: bool) -> bool:
-        """Whether planning this step should wait for the tokens under way. `is_verifying`: the last step has draft
-        tokens, so its sequences' lengths are not known."""
+        """Return whether planning this step should wait for the tokens under way. `is_verifying`: the last step has
+        draft tokens, so its sequences' lengths are not known."""
         if is_verifying or (self.proposer is not None and self._could_propose(self.proposer, step)):
             self._waited_step = step
             return True
@@ -686,8 +687,9 @@ class Speculator:
         self._observed_step = step
 
     def _could_propose(self, proposer: Proposer, step: int) -> bool:
-        """Whether it is worth waiting for the tokens under way. A proposer on the host is asked what it would propose
-        after the tokens that are known: where it has nothing now, it will hardly have anything after one more."""
+        """Return whether it is worth waiting for the tokens under way. A proposer on the host is asked what it would
+        propose after the tokens that are known: where it has nothing now, it will hardly have anything after one
+        more."""
         if step < self._quiet_until:
             return False
         running, controller = self._running, self.controller

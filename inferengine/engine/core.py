@@ -76,7 +76,7 @@ class EngineCore:
                 heapq.heapify(self._deadlines)
 
     def grammar_ready(self, uid: int, grammar: Grammar) -> None:
-        """The grammar that a request waits for is compiled: it may run now."""
+        """Let a request run: the grammar that it waits for is compiled."""
         self.scheduler.grammar_ready(uid, grammar)
 
     def end_if_complete(self, uid: int) -> Finished | None:
@@ -164,7 +164,7 @@ class EngineCore:
         return [row for row in rows if row is not None]
 
     def _begin_masks(self, scheduled: ScheduledStep) -> Callable[[], tuple[bytearray, list[Finished]]]:
-        """The masks of a step about to be launched, computed while its forward pass runs: by this thread once the
+        """Begin the masks of a step about to be launched, computed while its forward pass runs: by this thread once the
         device has its work, or beside it where `execute` itself computes. Nobody else touches a sequence meanwhile."""
         fill = partial(self.scheduler.fill_masks, scheduled, self._clock(), self._masks.run)
         return fill if self.executor.max_in_flight > 1 else self._masks.begin(fill)

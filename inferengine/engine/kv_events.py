@@ -43,7 +43,7 @@ class KVEventPublisher:
         self._batches: deque[Frames] = deque(maxlen=REPLAY_BATCHES)
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """One batch: what one step changed."""
+        """Publish one batch: what one step changed."""
         payload = pack([self._clock(), [self._to_map(event) for event in events], 0])
         frames = [self.topic, self._next.to_bytes(8, "big"), payload]
         self._next += 1
@@ -51,7 +51,7 @@ class KVEventPublisher:
         self._publish(frames)
 
     def replay(self, start: int) -> list[Frames]:
-        """Batches from `start` on, as far as they are kept."""
+        """Return the batches from `start` on, as far as they are kept."""
         oldest = self._next - len(self._batches)
         return list(islice(self._batches, max(0, start - oldest), None))
 
@@ -84,5 +84,5 @@ class KVEventPublisher:
 
 
 def _published(digest: bytes) -> int:
-    """The low 64 bits, as vllm.v1.core.kv_cache_utils.maybe_convert_block_hash."""
+    """Return the low 64 bits of a hash, as vllm.v1.core.kv_cache_utils.maybe_convert_block_hash does."""
     return int.from_bytes(digest[-8:], "big")

@@ -95,8 +95,8 @@ class Lifecycle:
         self._marked_s = now
 
     def loop_age_s(self) -> float:
-        """Seconds since the loop turned, or was last seen in a step within its time. A waiting loop turns once a
-        second."""
+        """Return the seconds since the loop turned, or was last seen in a step within its time. A waiting loop turns
+        once a second."""
         if self.turned_s is None:
             return 0.0
         return max(0.0, self.clock() - max(self.turned_s, self.step_seen_s))

@@ -38,11 +38,11 @@ class StepObserver(Protocol):
     """Is called before and after each turn of the core. Its methods must not raise."""
 
     def begins(self) -> None:
-        """Called before a turn of the core."""
+        """Handle the beginning of a turn of the core."""
         ...
 
     def ended(self, computed: bool) -> None:
-        """Called after a turn. `computed`: whether the turn launched a step."""
+        """Handle the end of a turn. `computed`: whether the turn launched a step."""
         ...
 
 
@@ -243,8 +243,8 @@ class EngineLoop:
         self._inbox.put(StopCommand())
 
     def queued(self, share: Share | None = None) -> tuple[int, int]:
-        """Requests and prompt tokens that wait, with those that the loop has not seen yet as far as no slot is free
-        for them. With a share: those that are admitted before its next request."""
+        """Return the requests and prompt tokens that wait, with those that the loop has not seen yet as far as no slot
+        is free for them. With a share: those that are admitted before its next request."""
         scheduler = self._core.scheduler
         unseen = self._sent - self._taken
         unseen_tokens = self._sent_tokens - self._taken_tokens
@@ -320,7 +320,8 @@ class EngineLoop:
         self.observer = observer
 
     def observe_failure(self, error: BaseException) -> None:
-        """A step failed: what EngineCore calls. Errors after which the device answers nothing any more are fatal."""
+        """Record a failed step; EngineCore calls it. Errors after which the device answers nothing any more are
+        fatal."""
         logger.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
         self._lifecycle.last_error = f"{type(error).__name__}: {error}"
         if is_fatal(error):
@@ -432,7 +433,7 @@ class RelayLoop(Loop, Protocol):
         ...
 
     def check(self, params: SamplingParams, grammar: GrammarSpec | None, *, resumes: bool) -> None:
-        """As CheckRequest. In any thread."""
+        """Check a request as CheckRequest says. Any thread may call it."""
         ...
 
     def close(self) -> None:
@@ -459,11 +460,11 @@ class EngineRef:
         self.engine: LoadedEngine | None = None
 
     def set(self, engine: LoadedEngine) -> None:
-        """The model is loaded."""
+        """Set the engine once the model is loaded."""
         self.engine = engine
 
     def require(self) -> LoadedEngine:
-        """The loaded engine. Raises InferEngineError `engine_unavailable` before it is loaded."""
+        """Return the loaded engine. Raises InferEngineError `engine_unavailable` before it is loaded."""
         if self.engine is None:
             raise InferEngineError("engine_unavailable", "The engine is still loading.")
         return self.engine

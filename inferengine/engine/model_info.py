@@ -47,7 +47,8 @@ def read_model_card(config: Config) -> ModelCard:
 
 
 def _card_of_gguf(config: Config, path: Path) -> ModelCard:
-    """The card of a GGUF file. Of a model with random weights the tokenizer may be missing, as it may in a folder."""
+    """Return the card of a GGUF file. Of a model with random weights the tokenizer may be missing, as it may in a
+    folder."""
     file = read_gguf(path)
     architecture_of(file)
     is_bare = config.model.load_format == "dummy" and "tokenizer.ggml.model" not in file.metadata

@@ -19,8 +19,8 @@ ITL_TARGET_FACTOR = 3.0
 
 
 def scheduler_options(config: Config, capacity: Capacity, *, is_service: bool = True) -> SchedulerOptions:
-    """Options from [scheduler], [cache] and [speculation]. `is_service` false: nobody reads tokens as they come, so by
-    default no step is kept short for them. Raises ConfigError where two keys contradict."""
+    """Return the options of [scheduler], [cache] and [speculation]. `is_service` false: nobody reads tokens as they
+    come, so by default no step is kept short for them. Raises ConfigError where two keys contradict."""
     scheduler, cache = config.scheduler, config.cache
     if scheduler.preemption == "swap" and not cache.swap_gib:
         raise ConfigError("cache.swap_gib", "must be above 0 where scheduler.preemption is swap")
@@ -55,14 +55,14 @@ def scheduler_options(config: Config, capacity: Capacity, *, is_service: bool = 
 
 
 def max_running_to_draft(config: Config) -> int:
-    """With how many running sequences draft tokens are still proposed. `auto` must never cost speed: with four
+    """Return with how many running sequences draft tokens are still proposed. `auto` must never cost speed: with four
     sequences on a CPU a draft model gave 0.95 to 1.24 times the tokens, depending on their text, so it stops before."""
     speculation = config.speculation
     return speculation.max_running or MAX_RUNNING[speculation.method == "auto"]
 
 
 def admission_limits(config: Config, capacity: Capacity) -> AdmissionLimits:
-    """Limits that the intake checks before it accepts a request."""
+    """Return limits that the intake checks before it accepts a request."""
     full = [group.num_blocks for group in capacity.groups if group.window is None]
     blocks = min(full or [group.num_blocks for group in capacity.groups])
     return AdmissionLimits(

@@ -67,7 +67,7 @@ def run_engine(config: Config, reload: Reload | None = None) -> int:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Which exit code an error while loading deserves."""
+    """Return which exit code an error while loading deserves."""
     if isinstance(error, DoesNotFit):
         return ExitCode.MEMORY
     if isinstance(error, Unreachable):
@@ -82,9 +82,9 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def build_executor(config: Config, card: ModelCard | None = None) -> Any:
-    """What `engine.executor` names, not loaded yet: an Executor or a Relay. It may import what takes seconds: call it
-    in the loop's thread. Raises ConfigError where there is no executor of this name, or a package that it needs is
-    missing."""
+    """Build what `engine.executor` names, not loaded yet: an Executor or a Relay. It may import what takes seconds:
+    call it in the loop's thread. Raises ConfigError where there is no executor of this name, or a package that it needs
+    is missing."""
     name = config.engine.executor
     if name == "torch":
         try:
@@ -142,8 +142,8 @@ def _missing(name: str, error: ModuleNotFoundError) -> ConfigError:
 
 
 def build_torch_executor(config: Config, load: Any = None) -> Executor:
-    """The torch executor, its memory plan logged. `load`: TorchExecutor's, where it is not its own. Raises DoesNotFit
-    before anything of the model is read, unless `engine.check_memory` is off."""
+    """Build the torch executor, and log its memory plan. `load`: TorchExecutor's, where it is not its own. Raises
+    DoesNotFit before anything of the model is read, unless `engine.check_memory` is off."""
     from inferengine.executor.early_start import start_early
 
     start_early(config.engine.device)  # first: this process imports torch next
@@ -162,7 +162,7 @@ def build_torch_executor(config: Config, load: Any = None) -> Executor:
 
 
 def _build(config: Config, ranks: Any, load: Any) -> Executor:
-    """`ranks`: executor/parallel/ranks.py's Ranks, or None."""
+    """Build the torch executor. `ranks`: executor/parallel/ranks.py's Ranks, or None."""
     from inferengine.executor.memory import fit
     from inferengine.executor.memory.plan import device_memory, make_plan, plan_lines
     from inferengine.executor.settings import executor_settings

@@ -148,7 +148,7 @@ class EngineService:
         self._shutdown.abort()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """The exit code, or None when it has not ended in time."""
+        """Wait for the end and return the exit code, or None when it has not ended in time."""
         return self._shutdown.exit_code if self._ended.wait(timeout_s) else None
 
     def _make_metrics(self, port: int) -> MetricsServer | None:
@@ -247,7 +247,7 @@ class EngineService:
     def _make_step_watchdog(
         self, core: EngineCore, executor: Executor, is_profiled: Callable[[], bool]
     ) -> StepWatchdog | None:
-        """The watchdog of this thread's steps; None where they are not watched."""
+        """Return the watchdog of this thread's steps; None where they are not watched."""
         config = self.config.engine
         device = str(getattr(getattr(executor, "device", None), "type", "cpu"))
         rule = stall_rule(config.stall_factor, config.stall_min_s, device)
@@ -263,7 +263,7 @@ class EngineService:
         )
 
     def _on_failure(self, error: BaseException) -> None:
-        """Loading failed, or the loop: the engine cannot go on."""
+        """End the engine after loading, or the loop, has failed."""
         loading = self._engine.engine is None
         if loading and isinstance(error, InferEngineError):
             logger.critical("%s", error)
@@ -274,7 +274,7 @@ class EngineService:
     # -- a thread of the executor's ----------------------------------------------------------------------------------
 
     def _on_device_lost(self, error: BaseException) -> None:
-        """A part of the executor is gone, and the step under way may never end."""
+        """End the engine after a part of the executor is gone: the step under way may never end."""
         logger.critical("the engine ends: %s", error)
         self._shutdown.fail(ExitCode.CRASH, error)
 
@@ -352,7 +352,7 @@ class EngineService:
         self._notifier.close()
 
     def _termination(self, failed: bool) -> Termination:
-        """How the open choices end."""
+        """Return how the open choices end."""
         if not failed:
             return Termination("abort", "draining", "The engine is shutting down.")
         code, message = "engine_restarted", "The engine restarts because a step of other requests did not end."
@@ -367,7 +367,7 @@ class EngineService:
     # -- any thread --------------------------------------------------------------------------------------------------
 
     def _on_change(self) -> None:
-        """The state or the progress changed."""
+        """Announce a change of the state or of the progress."""
         phase, share = self.lifecycle.progress
         state = self.lifecycle.state
         if state == READY:
@@ -382,7 +382,7 @@ class StepStalled(RuntimeError):
 
 
 def _roofline_of(executor: Executor) -> Roofline | None:
-    """The roofline of the executor's device; None where it has none or cannot describe it."""
+    """Return the roofline of the executor's device; None where it has none or cannot describe it."""
     describe: Callable[[], Roofline | None] | None = getattr(executor, "roofline", None)
     try:
         return describe() if describe is not None else None

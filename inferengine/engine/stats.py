@@ -38,7 +38,7 @@ SECRET_WORDS = ("secret", "password", "api_key")
 
 
 def load_nvml() -> Any:
-    """The library, initialised; None where it or the driver is missing."""
+    """Load NVML and initialise it; None where the library or the driver is missing."""
     try:
         nvml: Any = importlib.import_module(_LIBRARY)
         nvml.nvmlInit()
@@ -63,7 +63,8 @@ class Gpus:
                 self._handles = {card: self._handles[card] for card in named}
 
     def read(self) -> dict[str, dict[str, float]]:
-        """By figure, then by the device's index: `utilization` [0, 1], `memory_used_bytes`, `memory_total_bytes`."""
+        """Return the values by name, then by the device's index: `utilization` [0, 1], `memory_used_bytes`,
+        `memory_total_bytes`."""
         figures: dict[str, dict[str, float]] = {}
         for index, handle in self._handles.items():
             try:
@@ -102,7 +103,7 @@ class StatsReporter:
         self._gpus = Gpus() if config.engine.device != "cpu" else Gpus(None)
 
     def status(self) -> dict[str, Any]:
-        """Small and often: what choosing an engine and a live panel need."""
+        """Return STATUS, which is small and sent often: what choosing an engine and a live panel need."""
         lifecycle, publisher, engine = self._lifecycle, self._publisher, self._engine.engine
         values: dict[str, Any] = {
             "engine": lifecycle.engine,
@@ -139,7 +140,7 @@ class StatsReporter:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Everything: counters and gauges of STATUS, the cache, histograms, percentiles, configuration."""
+        """Return the counters and gauges of STATUS, the cache, histograms, percentiles, configuration."""
         counters, engine = self._counters, self._engine.engine
         values = self.status() | {
             "running": self._lifecycle.state == READY,
@@ -191,8 +192,9 @@ class StatsReporter:
         }
 
     def _adapter_requests(self, running: Sequence[int]) -> dict[str, Any]:
-        """How many adapters may run at once (all that are loaded), the names of those that run, and of those that some
-        request waits for. `running`: of each running sequence with an adapter its number. Empty without adapters."""
+        """Return how many adapters may run at once (all that are loaded), the names of those that run, and of those
+        that some request waits for. `running`: of each running sequence with an adapter its number. Empty without
+        adapters."""
         if not self._adapters:
             return {}
         num_open = Counter(log.submission.adapter for log in self._publisher.open_logs())
@@ -205,7 +207,7 @@ class StatsReporter:
         }
 
     def config(self) -> dict[str, dict[str, Any]]:
-        """The resolved configuration without its secrets."""
+        """Return the resolved configuration without its secrets."""
         return {
             section: {
                 key: "(hidden)" if value and any(word in key for word in SECRET_WORDS) else value
@@ -277,7 +279,7 @@ class MetricsServer:
 
 
 def _speculation(method: str, snapshot: SchedulerSnapshot) -> dict[str, Any]:
-    """The part `speculation`: how many draft tokens there were, and how many the model confirmed."""
+    """Return the part `speculation`: how many draft tokens there were, and how many the model confirmed."""
     return {
         "method": method,
         "verified": snapshot.num_verified,
@@ -290,7 +292,7 @@ def _speculation(method: str, snapshot: SchedulerSnapshot) -> dict[str, Any]:
 
 
 def _cache(snapshot: SchedulerSnapshot, num_failed_allocations: int, policy: str) -> dict[str, Any]:
-    """The part `cache`: what the blocks of the KV cache hold. Its keys call a block a page."""
+    """Return the part `cache`: what the blocks of the KV cache hold. Its keys call a block a page."""
     return {
         "page_size": snapshot.block_size,
         "max_pages": snapshot.num_blocks,

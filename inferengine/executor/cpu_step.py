@@ -108,7 +108,7 @@ class _Choice:
 
 
 def _num_weights(config: DecoderConfig) -> int:
-    """The number of weights that a step reads: the projections of every layer, and the head."""
+    """Return the number of weights that a step reads: the projections of every layer, and the head."""
     attention = sum(sum(parts) + parts[0] for parts in map(config.qkv_parts, range(len(config.windows))))
     widths = sum(config.feed_forward_width(layer) for layer in range(config.num_layers))
     return config.hidden_size * (attention + 3 * widths + config.vocab_size)

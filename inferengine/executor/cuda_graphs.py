@@ -122,25 +122,25 @@ class CapturedStep(NamedTuple):
 
 
 def padded_sizes(most: int) -> list[int]:
-    """Batch sizes to capture up to `most`: closer together where padding would cost most."""
+    """Return the batch sizes to capture up to `most`: closer together where padding would cost most."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32)]
     return [size for size in sizes if size < most and size != SLOW_TOKENS] + [most]
 
 
 def captured_draws(size: int) -> tuple[int | None, ...]:
-    """The sampler features that graphs of `size` rows are captured with; None: up to the logits."""
+    """Return the sampler features that graphs of `size` rows are captured with; None: up to the logits."""
     return (*DRAWS, None) if size <= LARGEST_WITH_DRAWS else (None,)
 
 
 def graphs_to_capture(max_rows: int, slow_rows: Collection[int] = ()) -> list[tuple[int, int | None]]:
-    """Batch size and sampler features of each graph, largest first: the pool then has its full size from the start.
-    Sizes of `slow_rows` are left out: a larger step takes less time."""
+    """Return the batch size and sampler features of each graph, largest first: the pool then has its full size from the
+    start. Sizes of `slow_rows` are left out: a larger step takes less time."""
     sizes = [size for size in padded_sizes(max_rows) if size == max_rows or size not in slow_rows]
     return [(size, needs) for size in reversed(sizes) for needs in captured_draws(size)]
 
 
 def shared_sizes(max_rows: int, slow_rows: Collection[int] = ()) -> list[int]:
-    """The batch sizes to capture for steps whose rows share prefixes: some of those that are captured anyway."""
+    """Return the batch sizes to capture for steps whose rows share prefixes: some of those that are captured anyway."""
     sizes = {size for size, _ in graphs_to_capture(max_rows, slow_rows)}
     return sorted(sizes.intersection((*SHARED_SIZES, max_rows)) - {1})
 
@@ -199,7 +199,7 @@ class DecodeGraphs:
             self.compute(self.sizes[0], needs)
 
     def draws_for(self, num_rows: int, needs: int) -> int | None:
-        """The `needs` of the graph for a step of `num_rows` rows whose draws need these features."""
+        """Return the `needs` of the graph for a step of `num_rows` rows whose draws need these features."""
         return needs if needs in captured_draws(self._padded(num_rows)) else None
 
     def _padded(self, num_rows: int) -> int:
@@ -231,7 +231,7 @@ class DecodeGraphs:
         return captured.logits[:count], None if captured.ids is None else captured.ids[:count]
 
     def batch(self, size: int) -> Batch:
-        """The static batch of `size` rows, without its input tokens."""
+        """Return the static batch of `size` rows, without its input tokens."""
         slots, columns = self.slots, self._columns
         batch = Batch()
         batch.columns = None
@@ -247,7 +247,7 @@ class DecodeGraphs:
         return batch
 
     def shared_batch(self, size: int) -> Batch:
-        """The static batch of `size` rows of which some share prefixes, without its input tokens."""
+        """Return the static batch of `size` rows of which some share prefixes, without its input tokens."""
         batch = self.batch(size)
         columns = self._columns[COLUMNS:]
         batch.shared_prefixes = SharedPrefixColumns(columns[0, :size], columns[1, :size], columns[2:, :MOST_GROUPS])
@@ -331,9 +331,9 @@ class MixedShape(NamedTuple):
 
 
 def shapes_to_capture(max_rows: int, max_tokens: int, token_s: float) -> list[MixedShape]:
-    """The shapes worth a graph, in order. `token_s`: device seconds per token of a step; shapes that take longer than
-    launching them kernel by kernel are left out. Prompts without decodes, which are all that a quiet engine computes,
-    have more sizes where the tokens of a large model take their time."""
+    """Return the shapes worth a graph, in order. `token_s`: device seconds per token of a step; shapes that take longer
+    than launching them kernel by kernel are left out. Prompts without decodes, which are all that a quiet engine
+    computes, have more sizes where the tokens of a large model take their time."""
     decodes = sorted({min(count, max_rows) for count in DECODES})
     pairs = {(d, p) for d in decodes for p in PROMPT_TOKENS}
     if FINE_TOKENS * token_s > PADDING_S:
@@ -377,7 +377,7 @@ class MixedGraphs:
         self._captured: dict[MixedShape, torch.cuda.CUDAGraph] = {}
 
     def shape(self, plan: StepPlan, num_draws: int) -> MixedShape | None:
-        """The smallest captured shape with room for this step; None: there is none."""
+        """Return the smallest captured shape with room for this step; None: there is none."""
         decodes, prompts = plan.num_decodes, len(plan.slots) - plan.num_decodes
         tokens = plan.num_tokens - decodes
         if prompts > PROMPT_ROWS:
@@ -422,7 +422,7 @@ class MixedGraphs:
         return batch
 
     def batch(self, shape: MixedShape) -> Batch:
-        """The static batch of a shape, without its input tokens."""
+        """Return the static batch of a shape, without its input tokens."""
         slots = self.slots
         begins = _begins(shape)
         parts = [self._buffer[at : at + size] for at, size in zip(begins, shape.sections, strict=False)]
@@ -494,7 +494,7 @@ class MixedGraphs:
 
 
 def _begins(shape: MixedShape) -> list[int]:
-    """Where each column begins in the buffer, and where the last one ends."""
+    """Return where each column begins in the buffer, and where the last one ends."""
     begins = [0]
     for size in shape.sections:
         begins.append(begins[-1] + -(-size // ALIGNED) * ALIGNED)

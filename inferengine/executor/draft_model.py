@@ -57,7 +57,7 @@ def read_draft_config(folder: Path, target: DecoderConfig, max_model_len: int) -
 
 
 def share_of_target(budget_bytes: int, target: DecoderConfig, draft: DecoderConfig) -> int:
-    """The target's part of the KV budget, when the draft's cache has as many blocks."""
+    """Return the target's bytes of the KV budget, when the draft's cache has as many blocks."""
     item = 2  # cancels out: both caches have the same type
     own = sum(target.kv_bytes_per_token(group, item) for group in range(len(target.group_windows)))
     return budget_bytes * own // (own + draft.kv_bytes_per_token(0, item))
@@ -104,7 +104,7 @@ class DraftProgress:
             self._ahead.difference_update(plan.slots)
 
     def num_read(self, slot: int) -> int:
-        """Tokens of the sequence that need not be computed again."""
+        """Return the number of the sequence's tokens that need not be computed again."""
         return int(self._num_read[slot])
 
     def has_read(self, slot: int, num_known: int, num_drafts: int) -> None:
@@ -188,7 +188,8 @@ class DraftModel:
     def _propose_one_by_one(
         self, runner: CpuDraftRunner, slots: list[int], starts: list[int], ends: list[int], counts: list[int]
     ) -> None:
-        """One sequence after the other, on the CPU. Sequences that are far behind are computed as a batch first."""
+        """Propose for one sequence after the other, on the CPU. Sequences that are far behind are computed as a batch
+        first."""
         if self._decode_kv_cache is not None and self._decode_kv_cache.copies:
             self._decode_kv_cache.drop(slots)
         if any(end - start > MOST_BEHIND for start, end in zip(starts, ends, strict=True)):
@@ -199,7 +200,7 @@ class DraftModel:
                 runner.propose(slot, start, end, count)
 
     def _propose_in_batch(self, plan: StepPlan, rows: list[int], starts: list[int]) -> None:
-        """One draft token of all rows at a time."""
+        """Propose one draft token of all rows at a time."""
         slots, ends = [plan.slots[row] for row in rows], [plan.starts[row] + 1 for row in rows]
         logits, columns, batch = self._read(slots, starts, ends)
         for index in range(max(plan.num_drafts)):
@@ -260,7 +261,7 @@ class DraftModel:
 
 
 def _chunks_plan(slots: list[int], starts: list[int], ends: list[int]) -> StepPlan:
-    """A step of tokens [starts, ends) of each slot; rows of one token come first, as in every plan."""
+    """Return a step of tokens [starts, ends) of each slot; rows of one token come first, as in every plan."""
     order = sorted(range(len(slots)), key=lambda row: ends[row] - starts[row])
     counts = [ends[row] - starts[row] for row in order]
     return StepPlan(
@@ -307,7 +308,7 @@ class _SequenceKV:
 
 
 def suits(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether CpuDraftRunner can compute this model: a Llama in fp32, with biases or without."""
+    """Return whether CpuDraftRunner can compute this model: a Llama in fp32, with biases or without."""
     return (
         device.type == "cpu"
         and dtype == torch.float32
@@ -361,7 +362,7 @@ class CpuDraftRunner:
                 copy.num_known = min(copy.num_known, start)
 
     def can_take(self, slots: list[int], longest: int) -> bool:
-        """Whether these sequences, of up to `longest` tokens, are few and short enough."""
+        """Return whether these sequences, of up to `longest` tokens, are few and short enough."""
         num_bytes = len(self._layers) * 2 * self._num_kv_heads * self._head_dim * 4 * (longest + ROOM)
         return len(slots) <= MOST_ROWS and num_bytes <= MOST_BYTES
 
@@ -392,7 +393,7 @@ class CpuDraftRunner:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _compute(self, copy: _SequenceKV, token: int, position: int, block: int) -> np.ndarray:
-        """The residual stream [1, E] after all layers; keys and values go to the copy and to the paged cache."""
+        """Return the residual stream [1, E] after all layers; keys and values go to the copy and to the paged cache."""
         num_heads, num_kv_heads, head_dim = self._num_heads, self._num_kv_heads, self._head_dim
         linear, length, offset = self._ops.linear, position + 1, position % self._slots.block_size
         cos, sin = self._cos[position], self._sin[position]
@@ -418,14 +419,14 @@ class CpuDraftRunner:
         return x
 
     def _norm(self, x: np.ndarray, gain: np.ndarray) -> torch.Tensor:
-        """Root mean square norm of x [1, E]."""
+        """Return the root mean square norm of x [1, E]."""
         row = x[0]
         normed = x * np.float32((float(row.dot(row)) / len(row) + self._eps) ** -0.5)
         normed *= gain
         return torch.from_numpy(normed)
 
     def _copy_of(self, slot: int, longest: int) -> _SequenceKV:
-        """The copy of a sequence, with room for `longest` tokens."""
+        """Return the copy of a sequence, with room for `longest` tokens."""
         copy = self._copies.get(slot)
         if copy is not None and longest <= copy.capacity:
             return copy

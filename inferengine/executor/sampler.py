@@ -174,7 +174,7 @@ class StepDraws:
             self._error = error
 
     def done(self) -> bool:
-        """Whether `result` would not wait."""
+        """Return whether `result` would not wait."""
         return self._event is None or self._event.query()
 
     def result(self) -> StepResult:
@@ -253,14 +253,14 @@ class StepDraws:
         return bool(self._plan.num_drafts) and any(self._plan.num_drafts)
 
     def _first_draws(self) -> np.ndarray:
-        """Index of the first draw of each sampling row."""
+        """Return the index of the first draw of each sampling row."""
         assert self._batch.columns is not None  # checked by `_draw`
         rows = self._batch.columns.sample_rows
         return np.flatnonzero(np.diff(rows, prepend=-1))
 
     def _verify(self, token_ids: list[int]) -> list[int] | None:
-        """Tokens that each sampling row emits: the draft tokens accepted, and the first draw that differs from its
-        own."""
+        """Return the tokens that each sampling row emits: the draft tokens accepted, and the first draw that differs
+        from its own."""
         if not self._has_drafts:
             return None
         drafts = self._sent[1].tolist()
@@ -338,7 +338,7 @@ class DrawnLogprobs:
 
 
 def _columns(ops: Ops, logits: torch.Tensor, token_ids: torch.Tensor, num_alternatives: int) -> torch.Tensor:
-    """Packed columns for token_ids [M] and logits [M, V] of rows that all want as many alternatives."""
+    """Return packed columns for token_ids [M] and logits [M, V] of rows that all want as many alternatives."""
     most = min(num_alternatives, logits.shape[1])
     counts = torch.full((1,), most, dtype=torch.int32, device=logits.device)
     rows = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)

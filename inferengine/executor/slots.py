@@ -169,11 +169,11 @@ class Slots:
         self.host_top_k[item.slot] = self._top_k(item)
 
     def _top_k(self, item: SlotInit) -> int:
-        """top_k as 32 bits: any whole number is valid, and one above the vocabulary filters nothing."""
+        """Return top_k as 32 bits: any whole number is valid, and one above the vocabulary filters nothing."""
         return min(max(0, item.params.top_k), self.vocab_size)
 
     def _min_tokens(self, item: SlotInit) -> int:
-        """min_tokens as 32 bits: no sequence is longer than a row of tokens."""
+        """Return min_tokens as 32 bits: no sequence is longer than a row of tokens."""
         return min(item.params.min_tokens, self.tokens.shape[1])
 
     def _admit_lists(self, admitted: list[SlotInit], rows: torch.Tensor) -> None:
@@ -225,7 +225,7 @@ class Slots:
         return wider
 
     def wants_prompt_logprobs(self, columns: StepColumns) -> bool:
-        """Whether any row of the step computes prompt positions of a request that wants log-probabilities of its
+        """Return whether any row of the step computes prompt positions of a request that wants log-probabilities of its
         prompt."""
         return self.has_prompt_logprobs and bool((self.host_prompt_end[columns.row_slot] > columns.row_start).any())
 
@@ -310,7 +310,7 @@ class BadWordsTable:
 
 
 def _signed64(seed: int) -> int:
-    """Seeds are 64 bits whatever their sign; int64 is what torch has."""
+    """Return the int64 of the same 64 bits as a seed: torch has no unsigned type."""
     seed &= 0xFFFFFFFFFFFFFFFF
     return seed - (1 << 64) if seed >> 63 else seed
 
@@ -327,7 +327,7 @@ def _fill_to(table: np.ndarray, width: int, padding: float) -> np.ndarray:
 
 
 def _power(count: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (count - 1).bit_length()
 
 
@@ -359,7 +359,7 @@ def columns_of(plan: StepPlan) -> StepColumns:
 
 
 def _draws(plan: StepPlan, query_start: np.ndarray, row_len: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row, token, position drawn) of every draw. A row with k draft tokens draws after each of its last 1 + k
+    """Return (row, token, position drawn) of every draw. A row with k draft tokens draws after each of its last 1 + k
     tokens."""
     rows = np.flatnonzero(np.array(plan.samples, dtype=np.bool_)).astype(np.int32)
     if not plan.num_drafts or not any(plan.num_drafts):
@@ -404,8 +404,9 @@ def _look_up_on_host(batch: Batch, columns: StepColumns, slots: Slots) -> None:
 
 
 def advance_by_one(columns: StepColumns, batch: Batch, slots: Slots) -> None:
-    """On the CPU: change both, of rows of one token each, into the step that computes the next token. The tensors of
-    the batch share memory with the columns; `positions` is `row_start`, and `sample_positions` is `row_len`."""
+    """Change plan and batch, of rows of one token each, into the step that computes the next token (on the CPU). The
+    tensors of the batch share memory with the columns; `positions` is `row_start`, and `sample_positions` is
+    `row_len`."""
     if columns.positions is not columns.row_start or columns.sample_positions is not columns.row_len:
         raise RuntimeError("only rows of one token each can be advanced")
     np.add(columns.row_start, 1, out=columns.row_start)

@@ -278,7 +278,7 @@ class TorchExecutor:
             batch.kept_tokens = batch.sample_tokens if batch.num_samples else batch.sample_tokens.new_zeros(1)
 
     def _logits(self, hidden: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-        """Logits [N, V] of states [N, E] of these rows of the step [N]."""
+        """Return the logits [N, V] of states [N, E] of these rows of the step [N]."""
         if self.adapters is not None:
             self.adapters.bank.expect_logits(rows)
         return self.model.logits(hidden)

@@ -115,7 +115,7 @@ def tune_budget(value: str, weight_bytes: int = 0) -> float | None:
 
 
 def tables_folder() -> Path:
-    """The folder of the tables that this machine measured."""
+    """Return the folder of the tables that this machine measured."""
     return cache_directory() / "tuned"
 
 
@@ -203,7 +203,7 @@ def crash_mark(folder: Path) -> Iterator[None]:
 
 
 def has_crashed(folder: Path) -> bool:
-    """Whether a process ended while it measured: a kernel that breaks the device would break every start."""
+    """Return whether a process ended while it measured: a kernel that breaks the device would break every start."""
     marks = _marks_of_ended(folder)
     if marks:
         logger.warning(
@@ -214,7 +214,8 @@ def has_crashed(folder: Path) -> bool:
 
 
 def _marks_of_ended(folder: Path) -> list[Path]:
-    """The marks of processes that are gone. One of this process's number is from an earlier one, as in a container."""
+    """Return the marks of processes that are gone. One of this process's number is from an earlier one, as in a
+    container."""
     running = {path.name for path in Path("/proc").iterdir() if path.name.isdigit()} - {str(os.getpid())}
     return [mark for mark in folder.glob(f"{MARK}*") if mark.name.removeprefix(MARK) not in running]
 
@@ -343,7 +344,7 @@ def keys_in(table: Any, settings: ExecutorSettings) -> set[Any]:
 
 
 def _is_of(key: Any, heads: Collection[tuple[int, ...]], mixtures: Collection[tuple[int, ...]]) -> bool:
-    """Whether a key of attention or experts is of these heads or mixtures."""
+    """Return whether a key of attention or experts is of these heads or mixtures."""
     if hasattr(key, "head_dim"):
         return (key.num_heads, key.num_kv_heads, key.head_dim, key.window) in heads
     return (key.num_experts, key.num_chosen, key.rows, key.columns) in mixtures
@@ -399,7 +400,8 @@ def experts_of(model: DecoderModel, settings: ExecutorSettings, dtype: torch.dty
 
 
 def _attentions(model: DecoderModel) -> list[Attention]:
-    """The layers that have keys of their own: one that reads an earlier one's takes what was measured of that one."""
+    """Return the layers that have keys of their own: one that reads an earlier one's takes what was measured of that
+    one."""
     return [module for module in model.modules() if isinstance(module, Attention) and module.new_keys.has_keys]
 
 
@@ -435,7 +437,7 @@ def products_of(model: DecoderModel, settings: ExecutorSettings, dtype: torch.dt
 
 
 def _uses(model: DecoderModel) -> list[tuple[Linear | Head, str]]:
-    """Each layer with a product, and how the model uses it: the name of a Product."""
+    """Return each layer with a product, and how the model uses it: the name of a Product."""
     uses: list[tuple[Linear | Head, str]] = []
 
     def added(linear: Linear) -> str:
@@ -513,7 +515,7 @@ class LayerTimer:
         return with_choice(forced, sample)
 
     def _expected(self, product: Any, rows: int) -> torch.Tensor:
-        """What the first layer's product is, by the library."""
+        """Return the first layer's product as the library computes it."""
         from inferengine.kernels.cuda.dispatch import forcing
 
         inputs = self._inputs_of(product, rows)
@@ -523,7 +525,7 @@ class LayerTimer:
         return inputs.expected
 
     def _inputs_of(self, product: Any, rows: int) -> _ProductInputs:
-        """The latest inputs, or new ones for another product or number of rows."""
+        """Return the latest inputs, or new ones for another product or number of rows."""
         if self._inputs is None or self._inputs[0] != (product, rows):
             residual = None
             if product.kind.name == "PARTS":
@@ -541,7 +543,7 @@ class LayerTimer:
         return self._inputs[1]
 
     def _calls(self, product: Any, rows: int, number: int) -> list[Callable[[], Any]]:
-        """Calls of `number` layers, in turn, of which the first adds to a residual of zeros."""
+        """Return the calls of `number` layers, in turn, of which the first adds to a residual of zeros."""
         layers, inputs = self._layers[product], self._inputs_of(product, rows)
         if inputs.residual is not None:
             inputs.residual.zero_()
@@ -549,14 +551,14 @@ class LayerTimer:
 
 
 def _numbers(result: Any) -> torch.Tensor:
-    """The result of a product in fp32, where it is codes for the next product too."""
+    """Return the result of a product in fp32, where it is codes for the next product too."""
     numbers: torch.Tensor = result if isinstance(result, torch.Tensor) else result.dequantize()
     return numbers.float()
 
 
 def _call(layer: Linear | Head, product: Any, inputs: _ProductInputs) -> Callable[[], Any]:
-    """One layer's product as decoder layers call it: the first norm of a single row belongs to it, that of more rows is
-    computed by who adds to the residual before."""
+    """Return a call of one layer's product as decoder layers make it: the first norm of a single row belongs to it,
+    that of more rows is computed by who adds to the residual before."""
     ops, bias = layer.ops, getattr(layer, "offset", None)
     x, gain, residual = inputs.x, inputs.gain, inputs.residual
     one = x.shape[0] == 1

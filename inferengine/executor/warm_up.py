@@ -144,7 +144,7 @@ CHUNKS = (2, 16, 32, 64, 80)  # tokens: the classes of matrix products for few r
 
 
 def scratch_plan(slot: int, num_groups: int, *, decodes: int, chunk: int, num_chunks: int = 1) -> StepPlan:
-    """A step of `decodes` decode rows and, where chunk > 0, `num_chunks` prompts of that many tokens, all of one
+    """Return a step of `decodes` decode rows and, where chunk > 0, `num_chunks` prompts of that many tokens, all of one
     slot."""
     counts = [1] * decodes + [chunk] * (num_chunks if chunk > 0 else 0)
     rows = len(counts)
@@ -162,7 +162,8 @@ def scratch_plan(slot: int, num_groups: int, *, decodes: int, chunk: int, num_ch
 
 
 def prompt_plan(runner: StepRunner, num_tokens: int, num_rows: int = 1) -> StepPlan:
-    """A step of `num_rows` prompts of the scratch slot, cut to what a slot holds; of decodes where num_tokens is 1."""
+    """Return a step of `num_rows` prompts of the scratch slot, cut to what a slot holds; of decodes where num_tokens is
+    1."""
     num_tokens = max(1, min(num_tokens, runner.slots.tokens.shape[1] - 1))
     slot, groups = runner.slots.num_slots, len(runner.kv.groups)
     if num_tokens == 1:
@@ -171,7 +172,7 @@ def prompt_plan(runner: StepRunner, num_tokens: int, num_rows: int = 1) -> StepP
 
 
 def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
-    """One step of every class of shapes that is computed without a graph."""
+    """Return one step of every class of shapes that is computed without a graph."""
     from inferengine.kernels.cuda.dispatch import (  # here: an engine on a CPU starts without triton
         hopper_prefill_config,
         measured_rows,
@@ -217,7 +218,7 @@ def kernel_class_plans(
     decode_rows: Iterable[int],
     more_chunks: Iterable[int] = (),
 ) -> Iterator[StepPlan]:
-    """One step of every class of shapes. `decode_rows`: a number of decode rows for each decode attention kernel;
+    """Yield one step of every class of shapes. `decode_rows`: a number of decode rows for each decode attention kernel;
     `more_chunks`: further classes by the number of tokens, such as those where a measured choice changes."""
     for chunk in sorted({*CHUNKS, *more_chunks, max_tokens}):
         if 1 < chunk <= max_tokens:
@@ -252,14 +253,14 @@ FEATURES = (
 
 
 def _sampler_plans(runner: StepRunner) -> Iterator[StepPlan]:
-    """Steps whose draws use each feature of the sampler: alone, and in as many rows as an engine runs."""
+    """Return the steps whose draws use each feature of the sampler: alone, and in as many rows as an engine runs."""
     rows = min(runner.settings.max_num_seqs, runner.settings.max_num_batched_tokens)
     slot, groups = runner.slots.num_slots, len(runner.kv.groups)
     return sampler_plans(slot, groups, max_rows=rows, vocab_size=runner.config.vocab_size)
 
 
 def sampler_plans(slot: int, num_groups: int, *, max_rows: int, vocab_size: int) -> Iterator[StepPlan]:
-    """Steps whose draws use each feature of the sampler, of one row and of `max_rows`. Some have masked draws."""
+    """Yield steps whose draws use each feature of the sampler, of one row and of `max_rows`. Some have masked draws."""
     for rows in dict.fromkeys((1, max_rows)):
         for params in FEATURES:
             plan = scratch_plan(slot, num_groups, decodes=rows, chunk=0)

@@ -285,8 +285,8 @@ class DirectoryActor:
                 self._ledger.reported(number, report, asked_s)
 
     def _probe_late(self, now: float) -> None:
-        """Ray tells of an actor's end at once only to a question that was on its way; a later one waits until the actor
-        runs again. So the ports of engines whose answers are late are asked."""
+        """Probe the ports of engines whose answers are late. Ray tells of an actor's end at once only to a question
+        that runs again. So the ports of engines whose answers are late are asked."""
         late = {
             engine.address: number
             for number, (_, asked_s) in self._asked.items()

@@ -115,7 +115,7 @@ class EngineWatcher:
         return True
 
     def leave_out_refused(self) -> None:
-        """While the directory is silent, remove engines whose ports refuse connections. To be called repeatedly."""
+        """Remove, while the directory is silent, engines whose ports refuse connections. To be called repeatedly."""
         with self._lock:
             is_silent = time.monotonic() - self._heard_s > SILENT_S
             refused = self._probe.refused(self._written or () if is_silent else ())

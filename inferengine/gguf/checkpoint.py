@@ -166,7 +166,7 @@ class Metadata:
         return found
 
     def has(self, tensor: str) -> bool:
-        """Whether the first layer, or the file, has this tensor."""
+        """Return whether the first layer, or the file, has this tensor."""
         return f"blk.0.{tensor}" in self.file.tensors or tensor in self.file.tensors
 
     @property
@@ -256,7 +256,8 @@ def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
 
 
 def _deepseek(metadata: Metadata) -> dict[str, Any]:
-    """DeepSeek's sizes. In files since 2025 key_length is what the cache holds, and key_length_mla the heads' own."""
+    """Return DeepSeek's sizes. In files since 2025 key_length is what the cache holds, and key_length_mla the heads'
+    own."""
     turning = metadata.integer("rope.dimension_count")
     key = metadata.integer("attention.key_length_mla", metadata.integer("attention.key_length", 0))
     value = metadata.integer("attention.value_length_mla", metadata.integer("attention.value_length", 0))
@@ -287,12 +288,12 @@ def _deepseek(metadata: Metadata) -> dict[str, Any]:
 
 
 def _has_sigmoids(metadata: Metadata) -> bool:
-    """Whether experts are chosen by sigmoids. Files of DeepSeek-V2 do not say how."""
+    """Return whether experts are chosen by sigmoids. Files of DeepSeek-V2 do not say how."""
     return metadata.integer("expert_gating_func", 1) == SIGMOID
 
 
 def _window(metadata: Metadata) -> dict[str, Any]:
-    """Phi-3's and StarCoder's window, where a file names one that is shorter than the context."""
+    """Return Phi-3's and StarCoder's window, where a file names one that is shorter than the context."""
     window = metadata.integer("attention.sliding_window", 0)
     return {"sliding_window": window if 0 < window < metadata.integer("context_length") else None}
 

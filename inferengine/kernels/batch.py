@@ -56,7 +56,7 @@ class SlotMapping:
         self._made: dict[int, torch.Tensor] = {}
 
     def __getitem__(self, group: int) -> torch.Tensor:
-        """[T] int64: block * block_size + offset."""
+        """Return the place block * block_size + offset of each token, [T] int64."""
         made = self._made.get(group)
         if made is None:
             positions = self._positions.long()

@@ -77,17 +77,17 @@ class BlockWeight(NamedTuple):
 
 
 def _half(blocks: torch.Tensor, begin: int) -> torch.Tensor:
-    """The fp16 number at a byte of each block: [N, B]."""
+    """Return the fp16 number at a byte of each block: [N, B]."""
     return blocks[..., begin : begin + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """[..., C] bytes -> [..., 2, C]: the low nibbles, then the high ones."""
+    """Split bytes [..., C] into [..., 2, C]: the low nibbles, then the high ones."""
     return torch.stack((packed & 15, packed >> 4), -2)
 
 
 def _bits_of(packed: torch.Tensor, step: int) -> torch.Tensor:
-    """[..., C] bytes -> [..., 8 / step, C]: their bits, `step` at a time from the lowest."""
+    """Split bytes [..., C] into [..., 8 / step, C]: their bits, `step` at a time from the lowest."""
     return torch.stack([packed >> shift & (1 << step) - 1 for shift in range(0, 8, step)], -2)
 
 
@@ -104,7 +104,7 @@ def _q4_1(blocks: torch.Tensor) -> Parts:
 
 
 def _fifth_bits(blocks: torch.Tensor, begin: int) -> torch.Tensor:
-    """Bit i of the 32 at a byte of each block, for column i, in its place: [N, B, 32]."""
+    """Return bit i of the 32 at a byte of each block, for column i, in its place: [N, B, 32]."""
     return _bits_of(blocks[..., begin : begin + 4], 1).transpose(-1, -2).flatten(-2) << 4
 
 
@@ -119,7 +119,7 @@ def _q5_1(blocks: torch.Tensor) -> Parts:
 
 
 def _six_bit_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight scales and eight mins of six bits, of the 12 bytes [N, B, 12] that hold them: [N, 8 B] each."""
+    """Unpack the 12 bytes [N, B, 12] of each block into eight scales and eight mins of six bits: [N, 8 B] each."""
     low, high, rest = packed.split(4, -1)
     scales = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1)
     mins = torch.cat((high & 63, rest >> 4 | high >> 2 & 48), -1)
@@ -165,7 +165,7 @@ def read_blocks(name: str, raw: torch.Tensor) -> BlockWeight:
 
 
 def stack(parts: Sequence[BlockWeight]) -> BlockWeight:
-    """Weights of one kind, one below the other."""
+    """Stack weights of one kind, one below the other."""
     if len(parts) == 1:
         return parts[0]
     columns = zip(*parts, strict=True)
@@ -173,7 +173,7 @@ def stack(parts: Sequence[BlockWeight]) -> BlockWeight:
 
 
 def rows_between(weight: BlockWeight, first: int, last: int) -> BlockWeight:
-    """The rows from `first` to `last`, without copying them."""
+    """Return the rows from `first` to `last`, without copying them."""
     return weight.tensors(lambda plane: plane[first:last])
 
 
@@ -228,7 +228,7 @@ def numbers(weight: BlockWeight, first: int, last: int, out: torch.Tensor | None
 
 
 def _scales(of_blocks: torch.Tensor, of_groups: torch.Tensor | None) -> torch.Tensor:
-    """fp32 [N, K / group, 1]."""
+    """Return the scales, fp32 [N, K / group, 1]."""
     if of_groups is None:
         return of_blocks.float().unsqueeze(-1)
     spread = of_groups.float().view(*of_blocks.shape, -1)
@@ -236,7 +236,7 @@ def _scales(of_blocks: torch.Tensor, of_groups: torch.Tensor | None) -> torch.Te
 
 
 def multiply(x: torch.Tensor, weight: BlockWeight) -> torch.Tensor:
-    """x [T, K] times the weight on a CPU, [T, N]: some rows of it at a time become numbers in the cache."""
+    """Multiply x [T, K] with the weight on a CPU, [T, N], dequantizing as many rows at a time as fit the cache."""
     num_outputs, columns = weight.shape
     rows = max(1, min(num_outputs, TILE_VALUES // columns))
     tile = torch.empty(rows, columns)
@@ -249,6 +249,6 @@ def multiply(x: torch.Tensor, weight: BlockWeight) -> torch.Tensor:
 
 
 def gather(weight: BlockWeight, ids: torch.Tensor) -> torch.Tensor:
-    """The rows `ids` [T] as fp32 [T, K]."""
+    """Return the rows `ids` [T] as fp32 [T, K]."""
     rows = weight.tensors(lambda plane: plane.index_select(0, ids))
     return numbers(rows, 0, len(ids))

@@ -148,7 +148,7 @@ def write_rows(kv: torch.Tensor, rows: np.ndarray, new: torch.Tensor) -> None:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory, as integers where numpy does not know the type."""
+    """View a tensor as a numpy array, as integers where numpy does not know the type."""
     known = tensor if tensor.dtype == torch.float32 else tensor.view(_SAME_SIZE[tensor.element_size()])
     array: np.ndarray = known.numpy()
     return array
@@ -168,7 +168,7 @@ def stored(kv: torch.Tensor) -> torch.Tensor:
 
 
 def _num_short(columns: Any, num_decodes: int) -> int:
-    """Rows after the decodes, up to the first long one, that are computed as decodes are."""
+    """Count the rows after the decodes, up to the first long one, that are computed as decodes are."""
     if num_decodes == len(columns.row_slot):
         return 0
     counts = np.diff(columns.query_start[num_decodes:])
@@ -185,7 +185,7 @@ def _plan_decode(
     window: int | None,
     shared: SharedPlan | None = None,
 ) -> DecodePlan:
-    """For the rows [begin, end), without what they share."""
+    """Plan the rows [begin, end), without the prefixes that they share."""
     num_kv_heads, block_size, head_dim = kv.shape[2], kv.shape[3], kv.shape[4]
     count, slots = end - begin, columns.row_slot[begin:end]
     lengths, starts = columns.row_len[begin:end].astype(np.int64), columns.row_start[begin:end].astype(np.int64)
@@ -233,8 +233,8 @@ def _plan_decode(
 
 
 def _written(columns: Any, table: np.ndarray, kv: torch.Tensor) -> np.ndarray:
-    """[T, planes * K] rows of kv seen as [num_blocks * planes * K * block_size, D]: each token's keys, then its
-    values, or its latent."""
+    """Return the rows [T, planes * K] of kv seen as [num_blocks * planes * K * block_size, D]: each token's keys, then
+    its values, or its latent."""
     rows, block_size = kv.shape[1] * kv.shape[2], kv.shape[3]
     positions = columns.positions
     if len(positions) == 1:
@@ -331,7 +331,8 @@ def _tile(
 def _num_common(
     columns: Any, pieces: list[tuple[int, int, int]], table: np.ndarray, kv: torch.Tensor, window: int | None
 ) -> int:
-    """The blocks that all rows of some pieces begin with, as far as every query sees them: they are read once."""
+    """Return the blocks that all rows of some pieces begin with, as far as every query sees them: they are read
+    once."""
     if len(pieces) == 1 or window is not None:
         return 0
     most = min(int(columns.positions[begin]) for _, begin, _ in pieces) // kv.shape[3]
@@ -361,7 +362,8 @@ def attention_qkv(
     sinks: torch.Tensor | None = None,
     new_keys: NewKeys = USUAL_KEYS,
 ) -> torch.Tensor:
-    """Packed qkv [T, (H + 2K) * D] -> [T, H * D], K and V of the tokens in the cache. `new_keys`: what else is packed.
+    """Attend with packed qkv [T, (H + 2K) * D] -> [T, H * D], and write K and V of the tokens into the cache.
+    `new_keys`: what else is packed.
 
     Optional norm of each query and key head, NeoX rotation (Su et al. 2021) by `cos_sin` [max_position, D] (cosines in
     the first half; None: no rotation), the write to `kv` [num_blocks, 2, K, block_size, D], then attention. `kv_scales`
@@ -416,7 +418,8 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, H, D] over the paged keys of each token's row -> [T, H * D]. `window` is baked into the step's plan."""
+    """Attend with q [T, H, D] over the paged keys of each token's row -> [T, H * D]. `window` is baked into the step's
+    plan."""
     plan: AttentionPlan = batch.plans[group]
     return attend(q, kv, plan.decodes, plan.tiles, scale, softcap, sinks, shared=plan.shared)
 
@@ -432,8 +435,8 @@ def attend(
     value_dim: int = 0,
     shared: SharedPlan | None = None,
 ) -> torch.Tensor:
-    """As `attention`, of the parts of a plan that have the tokens of q. Of a cache of latents the first `value_dim`
-    numbers of a key are its value: -> [T, H * V]."""
+    """Attend as `attention` does, of the parts of a plan that have the tokens of q. Of a cache of latents the first
+    `value_dim` numbers of a key are its value: -> [T, H * V]."""
     num_tokens, num_heads, head_dim = q.shape
     width = value_dim or head_dim
     if len(decodes) == 1 and not tiles and shared is None:
@@ -459,7 +462,7 @@ def _copied_first(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The rows whose keys lie side by side, then the tiles of prompts."""
+    """Attend the rows whose keys lie side by side, then the tiles of prompts."""
     count = plan.kv_copy.num_tokens
     own = None if new is None else new[:count]
     mixed: torch.Tensor = plan.kv_copy.attention(q[:count], own, kv, scale, softcap, sinks, plan.shared)
@@ -479,7 +482,7 @@ def _decode_shared(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Rows of few tokens [T, H, D] -> [T, H * D], some of which share their first keys."""
+    """Attend rows of few tokens [T, H, D] -> [T, H * D], some of which share their first keys."""
     num_tokens, num_heads, head_dim = q.shape
     mixed = torch.empty(num_tokens, num_heads * head_dim, dtype=q.dtype)
     logsumexp = torch.empty(num_tokens, num_heads)
@@ -490,7 +493,7 @@ def _decode_shared(
 
 
 def _numbers(gathered: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """What was gathered, as numbers still to be scaled."""
+    """Return what was gathered as numbers, still to be scaled."""
     return gathered.view(FP8).to(torch.float32) if kv.dtype == FP8 else gathered
 
 
@@ -517,7 +520,7 @@ def without_sinks(mixed: torch.Tensor, scores: torch.Tensor, sinks: torch.Tensor
 
 
 def _by_query(sinks: torch.Tensor, num_kv_heads: int, num_rows: int) -> torch.Tensor:
-    """Sinks [H] as [K, Q * H / K], for rows of Q queries with the heads of a KV head side by side."""
+    """Return sinks [H] as [K, Q * H / K], for rows of Q queries with the heads of a KV head side by side."""
     by_head = sinks.view(num_kv_heads, -1)
     return by_head.repeat(1, num_rows // by_head.shape[1])
 
@@ -532,7 +535,7 @@ def _decode(
     value_dim: int,
     logsumexp: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`logsumexp` [T, H] is filled with that of the scores."""
+    """Attend rows of one query length. `logsumexp` [T, H] is filled with that of the scores."""
     _, num_heads, head_dim = q.shape
     num_kv_heads, block_size, num_rows = kv.shape[2], kv.shape[3], len(plan.row_begin)
     if plan.num_queries > 1:
@@ -576,7 +579,7 @@ def _decode(
 
 
 def _by_kv_head(q: torch.Tensor, plan: DecodePlan, num_rows: int, num_kv_heads: int) -> torch.Tensor:
-    """[T, H, D] -> [R, K * Q * H / K, D]: queries of a row that read the same keys become neighbours."""
+    """Reorder [T, H, D] to [R, K * Q * H / K, D]: queries of a row that read the same keys become neighbours."""
     _, num_heads, head_dim = q.shape
     queries = q if plan.tokens is None else q.index_select(0, plan.tokens)
     queries = queries.view(num_rows, plan.num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -584,7 +587,7 @@ def _by_kv_head(q: torch.Tensor, plan: DecodePlan, num_rows: int, num_kv_heads: 
 
 
 def _by_token(mixed: torch.Tensor, plan: DecodePlan, num_rows: int, num_kv_heads: int, width: int) -> torch.Tensor:
-    """The way back -> [T, H * D]; repetitions are left out."""
+    """Undo `_by_kv_head` -> [T, H * D]; repetitions are left out."""
     if plan.num_queries == 1:
         return mixed.view(num_rows, width)
     by_query = mixed.view(num_rows, num_kv_heads, plan.num_queries, -1).transpose(1, 2).reshape(-1, width)
@@ -857,7 +860,7 @@ class GroupCopy:
         )
 
     def _advance_alone(self, columns: StepColumns) -> bool:
-        """As `advance` for the next tokens of the one row there is; False where it is not that simple."""
+        """Advance as `advance` does, for a step of one row; False where it is not that simple."""
         start, count = int(columns.row_start[0]), int(columns.query_start[1])
         if columns.row_slot[0] != self._slots[0] or start > self._num_known[0] or self._offsets[0]:
             return False
@@ -873,7 +876,8 @@ class GroupCopy:
         return True
 
     def _advance_all(self, columns: StepColumns, num_rows: int) -> bool:
-        """As `advance` for the next token of each place, in their order; False where it is not that simple."""
+        """Advance as `advance` does, for the next token of each place in their order; False where it is not that
+        simple."""
         starts = columns.row_start[:num_rows]
         if columns.query_start[num_rows] != len(self._slots) or num_rows != len(self._slots):
             return False
@@ -891,7 +895,7 @@ class GroupCopy:
         return True
 
     def _places_of(self, slots: np.ndarray) -> np.ndarray:
-        """The place of each row; rows without one are given one that no row of this step has."""
+        """Return the place of each row; rows without one are given one that no row of this step has."""
         if np.array_equal(self._slots[: len(slots)], slots):
             return np.arange(len(slots))
         by_slot = np.full(int(max(slots.max(), self._slots.max())) + 2, -1)  # the last one: of no slot
@@ -911,8 +915,8 @@ class GroupCopy:
     def _join(
         self, slots: np.ndarray, places: np.ndarray, lengths: np.ndarray, offsets: np.ndarray, table: np.ndarray
     ) -> tuple[np.ndarray, torch.Tensor, np.ndarray]:
-        """(places, sources, hidden) of rows whose keys behind their prefix are to be gathered: J, rows of the paged
-        cache, and [J, keys] that lie behind the row's last one."""
+        """Return (places, sources, hidden) of rows whose keys behind their prefix are to be gathered: J, rows of the
+        paged cache, and [J, keys] that lie behind the row's last one."""
         lengths = lengths - offsets
         num_blocks = -(-lengths // self._block_size)
         index = np.minimum(np.arange(int(num_blocks.max())), num_blocks[:, None] - 1)
@@ -924,8 +928,8 @@ class GroupCopy:
     def _plan_queries(
         self, query_start: np.ndarray, places: np.ndarray, starts: np.ndarray
     ) -> tuple[list[Queries], np.ndarray | None]:
-        """All rows at once, the shorter ones padded; where that is much, first tokens at once, the others after them.
-        With the place of each token's result, None: as they come."""
+        """Plan all rows at once, the shorter ones padded; where that is much, first tokens at once, the others after
+        them. With the place of each token's result, None: as they come."""
         counts, first = np.diff(query_start), query_start[:-1]
         num_queries = int(counts.max())
         if num_queries == 1 and np.array_equal(places, np.arange(len(self._slots))):
@@ -947,8 +951,8 @@ class GroupCopy:
     def _plan_places(
         self, first: np.ndarray, counts: np.ndarray, places: np.ndarray, starts: np.ndarray, picked: bool
     ) -> tuple[np.ndarray, np.ndarray, Queries]:
-        """For rows of `counts` tokens from token `first` on: these tokens, which results are theirs, and the queries.
-        `picked`: the rows' places alone, else all as they lie."""
+        """Return, for rows of `counts` tokens from token `first` on, these tokens, which results are theirs, and the
+        queries. `picked`: the rows' places alone, else all as they lie."""
         num_places = len(places) if picked else len(self._slots)
         at = np.arange(num_places) if picked else places
         within = np.arange(int(counts.max()))
@@ -967,12 +971,13 @@ class GroupCopy:
         return flat[results], results, queries
 
     def _rows_of(self, places: np.ndarray) -> np.ndarray:
-        """[2 * X * K] of a copy seen as rows of `capacity` tokens: keys of each place and head, then values."""
+        """Return rows [2 * X * K] of a copy seen as rows of `capacity` tokens: keys of each place and head, then
+        values."""
         rows: np.ndarray = (self._first[places] // self._capacity).reshape(len(places), 2, -1)
         return rows.transpose(1, 0, 2).reshape(-1)
 
     def _mask(self, last_key: np.ndarray) -> np.ndarray | None:
-        """What queries [X, Q] must not see of the longest row's keys."""
+        """Return which of the longest row's keys the queries [X, Q] must not see."""
         hidden = np.arange(self._longest) > last_key[:, :, None]  # [X, Q, keys]
         if not hidden.any():
             return None
@@ -1018,7 +1023,7 @@ class GroupCopy:
         return products_with_values(weights, copy.values[:, : self._longest]).reshape(len(q), -1)
 
     def _with_new(self, kv: torch.Tensor, new: np.ndarray | None) -> LayerCopy:
-        """The copy of the layer of `kv`, with what joins in this step and the step's own keys and values."""
+        """Return the copy of the layer of `kv`, with what joins in this step and the step's own keys and values."""
         copy = self._layers.get(kv.data_ptr())
         if copy is None:
             copy = self._layers[kv.data_ptr()] = self._make(kv)
@@ -1043,8 +1048,8 @@ class GroupCopy:
         sinks: torch.Tensor | None,
         has_total: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """[X * Q, H * D] of queries that have been scaled, and with `has_total` the log-sum-exp [X * Q, H] of their
-        scores, else nothing."""
+        """Return the attention [X * Q, H * D] of queries that have been scaled, and with `has_total` the log-sum-exp [X
+        * Q, H] of their scores, else nothing."""
         num_queries, (_, num_heads, head_dim) = queries.num_queries, q.shape
         keys, values = copy.keys, copy.values
         if queries.places is not None:
@@ -1070,12 +1075,12 @@ class GroupCopy:
         return self._by_query(mixed, num_queries), total
 
     def _by_query(self, found: np.ndarray, num_queries: int) -> np.ndarray:
-        """[X * K, Q * H / K, ..] -> [X * Q, H * ..]."""
+        """Reorder [X * K, Q * H / K, ..] to [X * Q, H * ..]."""
         found = found.reshape(-1, self._num_kv_heads, num_queries, found.size // len(found) // num_queries)
         return found.transpose(0, 2, 1, 3).reshape(-1, self._num_kv_heads * found.shape[3])
 
     def _make(self, kv: torch.Tensor) -> LayerCopy:
-        """Places full of zeros: what is hidden is multiplied by 0, which must give 0."""
+        """Make a copy full of zeros: what is hidden is multiplied by 0, which must give 0."""
         shape = 2, len(self._slots) * self._num_kv_heads, self._capacity, kv.shape[4]
         size = int(np.prod(shape))
         storage = self._storage.get(kv.data_ptr())

@@ -84,7 +84,7 @@ def latent_attention(
     scale: float,
     kv_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Queries q [T, H * (N + P)] and latents new [T, R + P] -> [T, H * V], the step's latents in the cache.
+    """Attend with queries q [T, H * (N + P)] -> [T, H * V], and write the latents new [T, R + P] into the cache.
 
     The last P numbers of each query and of `new` are rotated (NeoX) by `cos_sin` [max_position, P]. The first R of
     `new` are normed with `gain` [R]. `key_up` [H, N, R] and `value_up` [H, R, V] make a head's keys and values of a
@@ -144,7 +144,7 @@ def _plan_parts(
 
 
 def _together(columns: StepColumns, first_row: int) -> list[range]:
-    """Neighbouring rows of few queries and keys; a longer row is alone."""
+    """Group neighbouring rows of few queries and keys; a longer row is alone."""
     groups: list[range] = []
     num_queries = num_keys = 0
     begin = first_row
@@ -209,7 +209,7 @@ def _absorbed(
     scale: float,
     kv_scale: float,
 ) -> torch.Tensor:
-    """Queries [T, H, N] and their rotated numbers [T, H, P] -> [T, H, V]."""
+    """Attend in the latent space with queries [T, H, N] and their rotated numbers [T, H, P] -> [T, H, V]."""
     (num_tokens, num_heads, _), rank = queries.shape, weights.key_up.shape[2]
     wide = torch.empty(num_tokens, num_heads, kv.shape[-1], dtype=number_type(kv))
     wide[..., :rank] = torch.bmm(queries.transpose(0, 1), weights.key_up).transpose(0, 1)
@@ -230,7 +230,7 @@ def _up_projected(
     scale: float,
     kv_scale: float,
 ) -> torch.Tensor:
-    """As `_absorbed`."""
+    """Attend as `_absorbed` does, with keys and values up-projected from the latents."""
     num_tokens, num_heads, plain = queries.shape
     rank, turning, value = weights.key_up.shape[2], turned.shape[2], weights.value_up.shape[2]
     by_head = queries.new_empty(num_heads, num_tokens, plain + turning)
@@ -274,7 +274,7 @@ def _up_projected(
 
 
 def _rotated(x: torch.Tensor, plan: AttentionPlan, cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """[T, heads, P] -> the same, rotated, in fp32."""
+    """Rotate [T, heads, P], in fp32."""
     cos, sin = angles_of(plan, cos_sin, positions)
     wide = x.float()
     return (wide * cos).addcmul_(torch.roll(wide, x.shape[-1] // 2, -1), sin)

@@ -207,10 +207,10 @@ class SharedPrefixes:
                 self._prefix_of |= dict.fromkeys(slots, Prefix(table[slots[0], :count].copy(), block_size))
 
     def _members(self) -> list[tuple[int, Prefix]]:
-        """The rows that have held their blocks since the last step, and their prefixes."""
+        """Return the rows that have held their blocks since the last step, and their prefixes."""
         return [(slot, prefix) for slot, prefix in self._prefix_of.items() if slot in self._staying]
 
 
 def _same(table: np.ndarray, one: int, other: int, count: int) -> bool:
-    """Whether two rows begin with the same blocks."""
+    """Return whether two rows begin with the same blocks."""
     return bool((table[one, :count] == table[other, :count]).all())

@@ -58,8 +58,8 @@ class Attention(CachedAttention):
         self.k_gain: torch.Tensor | None = None
 
     def mix(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Packed qkv [T, (H + 2K) * D], or what `new_keys` says -> [T, H * D]; K and V of the batch's tokens are in the
-        cache afterwards."""
+        """Attend with packed qkv [T, (H + 2K) * D], or what `new_keys` says -> [T, H * D]; K and V of the batch's
+        tokens are in the cache afterwards."""
         return self.ops.attention_qkv(
             self._adjusted(qkv, batch) if self.is_adjusted else qkv,
             self.q_gain,
@@ -90,7 +90,7 @@ class Attention(CachedAttention):
                 norm.weight.data.copy_(_in_order(norm.weight.data.view(-1, self.head_dim), order).view_as(norm.weight))
 
     def _adjusted(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """What the kernels do not do to queries and keys before they rotate them, in place."""
+        """Norm and scale queries and keys in place as the kernels do not, before they rotate them."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         if self.has_wide_norms:
             for norm, first, size in ((self.q_wide, 0, queries), (self.k_wide, queries, keys)):
@@ -104,7 +104,8 @@ class Attention(CachedAttention):
 
 
 def _row_order(config: DecoderConfig, rope: RopeConfig | None) -> torch.Tensor | None:
-    """Rows of a checkpoint's q, k and v [(H + 2K) * D] in the order of the kernels; None: as they are."""
+    """Return the order of the kernels for rows of a checkpoint's q, k and v [(H + 2K) * D] in the order of the kernels;
+    None: as they are."""
     within = None if rope is None else head_order(rope)
     if within is None and not config.qkv_interleaved:
         return None

@@ -31,7 +31,7 @@ class TokenEmbedding(nn.Module):
             self.packed, self.source = self.ops.pack_linear(self.source), None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """[T] ids -> [T, E]."""
+        """Return the embeddings [T, E] of ids [T]."""
         rows = self._rows(ids)
         if self.scale is not None:
             rows.mul_(torch.tensor(self.scale, dtype=rows.dtype).item())
@@ -87,7 +87,7 @@ class Head(nn.Module):
         self.weight = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, E] -> logits [N, V]."""
+        """Return the logits [N, V] of states [N, E]."""
         return self._capped(self.ops.linear(hidden, self.packed, None))
 
     def of_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:

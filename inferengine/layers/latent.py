@@ -72,7 +72,8 @@ class LatentAttention(CachedAttention):
         self._set_orders(rope, latent, config.num_heads)
 
     def mix(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """[T, what `qkv` makes] -> [T, H * V]; the latents of the batch's tokens are in the cache afterwards."""
+        """Attend with [T, what `qkv` makes] -> [T, H * V]; the latents of the batch's tokens are in the cache
+        afterwards."""
         queries, new = qkv[:, : self.query_width], qkv[:, self.query_width :]
         if self.query_norm is not None and self.query_up is not None:
             queries = self.query_up(self.query_norm(queries))

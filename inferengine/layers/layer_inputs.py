@@ -25,7 +25,7 @@ class LayerInputs(nn.Module):
         self.norm = RMSNorm(ops, config.size, eps)
 
     def forward(self, ids: torch.Tensor, embedded: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[T] ids, [T, E] -> [T, size] for each layer."""
+        """Return the input [T, size] of each layer for ids [T] and embeddings [T, E]."""
         projected = self.projection(embedded).mul_(self.scale)
         normed: torch.Tensor = self.norm(projected.view(-1, self.shape[1])).view_as(projected)
         return normed.add_(self.embed(ids)).mul_(2.0**-0.5).view(-1, *self.shape).unbind(1)
@@ -41,6 +41,6 @@ class LayerInputGate(nn.Module):
         self.norm = RMSNorm(ops, hidden_size, eps)
 
     def add_to(self, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Residual stream [T, E] += the part of this layer's input [T, size], in place."""
+        """Add this layer's input [T, size] to the residual stream [T, E], in place."""
         gated = functional.gelu(self.gate(x), approximate="tanh").mul_(own)
         return x.add_(self.norm(self.projection(gated)))

@@ -65,7 +65,7 @@ class Linear(nn.Module):
         self.weight = self.source = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, out]."""
+        """Map inputs [T, in] to outputs [T, out]."""
         return self._ordered(self.ops.linear(self._readable(x), self.packed, self.offset))
 
     def of_norm(self, x: torch.Tensor, norm: Norm | None, normed: torch.Tensor | None = None) -> torch.Tensor:
@@ -96,7 +96,7 @@ class Linear(nn.Module):
         return self.ops.linear_add_norm(self._readable(x), self.packed, self.offset, residual, norm.gain, norm.eps)
 
     def _ordered(self, y: torch.Tensor) -> torch.Tensor:
-        """The outputs in `order`, where the weight's rows are not."""
+        """Return the outputs in `order`, where the weight's rows are not."""
         return y if self.order is None or self.is_reordered else y.index_select(1, self.order)
 
     def _readable(self, x: Any) -> Any:
@@ -125,7 +125,8 @@ class GatedMLP(nn.Module):
         self.activation = activation
 
     def hidden(self, x: torch.Tensor, norm: Norm | None, normed: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, E] -> [T, I]: all but the last projection, which the layer fuses with what follows."""
+        """Return the hidden values [T, I] of x [T, E]: all but the last projection, which the layer fuses with what
+        follows."""
         return self.gate_up.gated_of_norm(x, norm, self.activation, normed)
 
 
@@ -150,5 +151,6 @@ class MLP(nn.Module):
         self.activation = activation
 
     def hidden(self, x: torch.Tensor, norm: Norm | None, normed: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, E] -> [T, I]: all but the last projection, which the layer fuses with what follows."""
+        """Return the hidden values [T, I] of x [T, E]: all but the last projection, which the layer fuses with what
+        follows."""
         return ACTIVATIONS[self.activation](self.up.of_norm(x, norm, normed))

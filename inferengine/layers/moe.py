@@ -68,7 +68,7 @@ class Router(nn.Module):
         self.weight = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, E] -> [T, experts], or with the shared block's score one more."""
+        """Return the scores [T, experts] of x [T, E], or with the shared block's score one more."""
         return self.ops.linear(x, self.packed, self.bias)
 
 
@@ -122,7 +122,8 @@ class RoutedExperts(Experts):
     """Experts of a model whose own router has chosen them."""
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[T, E], the experts [T, k] of each token and their weights [T, k], which are positive -> [T, E]."""
+        """Return what the chosen experts make of x [T, E], [T, E]. Each token has k experts, with positive weights
+        [T, k]."""
         weights = weights.float()
         # The operation routes by logits: these give the same experts, and weights that sum to 1.
         logits = weights.new_full((len(x), self.config.num_experts), float("-inf"))
@@ -168,8 +169,8 @@ class MoeMLP(Experts):
     def add_to_and_norm(
         self, residual: torch.Tensor, x: torch.Tensor, following: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """residual [T, E] += this block of x [T, E], in place. Returned beside it: its norm for the next layer, where
-        the device computes it on the way."""
+        """Add this block of x [T, E] to residual [T, E], in place. Return it and its norm for the next layer, where the
+        device computes it on the way."""
         if self.communicator is not None:
             own = self._own(x)
             if not isinstance(following, RMSNorm):
@@ -187,7 +188,7 @@ class MoeMLP(Experts):
         return self.ops.add_experts_norm(x, logits, self.routing, self.packed, residual, following.gain, following.eps)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor:
-        """residual [T, E] += scale * this block of x [T, E], in place."""
+        """Add scale * this block of x [T, E] to residual [T, E], in place."""
         if self.communicator is not None:
             return residual.add_(self.communicator.all_reduce(self._own(x)), alpha=scale)
         logits = self._add_shared(residual, x, scale)
@@ -199,7 +200,7 @@ class MoeMLP(Experts):
         return out if self.communicator is None else self.communicator.all_reduce(out)
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
-        """What this rank's experts, and its part of the shared block, make of x [T, E]."""
+        """Return what this rank's experts, and its part of the shared block, make of x [T, E]."""
         out = torch.zeros_like(x)
         logits = self._add_shared(out, x, 1.0)
         return self.ops.add_experts(x, logits, self.routing, self.packed, out)
@@ -235,7 +236,7 @@ class MoeBesideDense(nn.Module):
         weight.data.mul_(len(weight) ** -0.5)
 
     def forward(self, x: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        """Residual stream [T, E] and what the ordinary block made of it -> the sum of both."""
+        """Return the sum of what the experts and the ordinary block made of the residual stream [T, E]."""
         mixed = self.mixture.of_scored(self.norm(x), self.router_norm(x))
         out: torch.Tensor = self.out_norm(mixed)
         return out.add_(self.dense_out_norm(dense))

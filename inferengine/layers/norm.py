@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
         self.gain = self.weight.data
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, size] -> the same shape."""
+        """Return the normed x [T, size]."""
         return self.ops.rms_norm(x, self.gain, self.eps)
 
 
@@ -43,7 +43,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, size] -> the same shape."""
+        """Return the normed x [T, size]."""
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
@@ -60,7 +60,7 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, heads * head_dim] -> the same shape."""
+        """Return the normed x [T, heads * head_dim]."""
         heads = x.view(-1, *self.shape)
         return (
             functional.layer_norm(heads, self.shape[1:], None, None, self.eps)

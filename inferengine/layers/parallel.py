@@ -48,8 +48,8 @@ class Communicator(Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor, eps: float
     ) -> torch.Tensor | None:
-        """residual += the sum of x over the ranks, and return the RMS norm of that; None, and nothing is done, where no
-        kernel does it at once."""
+        """Add the sum of x over the ranks to residual, and return the RMS norm of that; None, and nothing is done,
+        where no kernel does it at once."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,8 +99,8 @@ class LinearPart:
     is_interleaved: bool = False  # a checkpoint stores the projections head by head
 
     def cut(self, part: int | None, *, is_bias: bool = False) -> Cut | None:
-        """What to take of a tensor [outputs, inputs], or of a bias [outputs], of one projection or of all (None).
-        Returns None for the whole tensor."""
+        """Return what to take of a tensor [outputs, inputs], or of a bias [outputs], of one projection or of all
+        (None). Returns None for the whole tensor."""
         if self.inputs is not None:
             return None if is_bias else Cut(1, (self.inputs,), self.inputs.whole)
         if part is not None:
@@ -123,7 +123,7 @@ class Shard(NamedTuple):
     size: int = 1
 
     def span(self, whole: int, unit: int = 1) -> DimensionRange:
-        """This rank's part of `whole` entries, in multiples of `unit` up to the last."""
+        """Return this rank's part of `whole` entries, in multiples of `unit` up to the last."""
         units = -(-whole // unit)
         each, more = divmod(units, self.size)
         begin = self.rank * each + min(self.rank, more)
@@ -131,8 +131,8 @@ class Shard(NamedTuple):
         return DimensionRange(min(begin * unit, whole), min(end * unit, whole), whole)
 
     def heads(self, config: DecoderConfig, window: int | None = ANY_WINDOW) -> tuple[DimensionRange, DimensionRange]:
-        """This rank's query heads and KV heads, in layers with this window. Raises ConfigError where some rank would
-        have no query head."""
+        """Return this rank's query heads and KV heads, in layers with this window. Raises ConfigError where some rank
+        would have no query head."""
         queries, keys, size = config.num_heads, config.kv_shape(window).num_heads, self.size
         each = queries // keys
         if keys >= size:
@@ -148,29 +148,30 @@ class Shard(NamedTuple):
         )
 
     def width(self, config: DecoderConfig) -> DimensionRange:
-        """This rank's part of the feed-forward block's width. Raises ConfigError where some rank would have none."""
+        """Return this rank's part of the feed-forward block's width. Raises ConfigError where some rank would have
+        none."""
         return self.width_of(config.intermediate_size)
 
     def width_of(self, whole: int) -> DimensionRange:
-        """This rank's part of a width, in the largest unit that divides it. Raises ConfigError as `width`."""
+        """Return this rank's part of a width, in the largest unit that divides it. Raises ConfigError as `width`."""
         if whole < self.size:
             raise ConfigError(KEY, f"a feed-forward block of width {whole} does not divide among {self.size} ranks")
         return self.span(whole, next(unit for unit in UNITS if whole % unit == 0 and whole // unit >= self.size))
 
     def experts(self, moe: MoeConfig) -> DimensionRange:
-        """The experts that this rank holds. Raises ConfigError where some rank would have none."""
+        """Return the experts that this rank holds. Raises ConfigError where some rank would have none."""
         if moe.num_experts < self.size:
             raise ConfigError(KEY, f"{moe.num_experts} experts do not divide among {self.size} ranks")
         return self.span(moe.num_experts)
 
     def vocabulary(self, config: DecoderConfig) -> DimensionRange:
-        """This rank's tokens; the last ranks of a small vocabulary may have none."""
+        """Return this rank's tokens; the last ranks of a small vocabulary may have none."""
         size = self.vocabulary_rows(config)
         begin = min(self.rank * size, config.vocab_size)
         return DimensionRange(begin, min(begin + size, config.vocab_size), config.vocab_size)
 
     def vocabulary_rows(self, config: DecoderConfig) -> int:
-        """Rows of the embedding and of the head on each rank, padding included."""
+        """Return the rows of the embedding and of the head on each rank, padding included."""
         return -(-config.vocab_size // (self.size * VOCABULARY_UNIT)) * VOCABULARY_UNIT
 
     def divide(self, config: DecoderConfig) -> DecoderConfig:
@@ -213,7 +214,7 @@ class VocabularyParallelEmbedding(TokenEmbedding):
         self.span, self.communicator = span, communicator
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """[T] ids -> [T, E]."""
+        """Return the embeddings [T, E] of ids [T]."""
         assert self.communicator is not None  # only for counting bytes
         own = ids - self.span.begin
         elsewhere = (own < 0) | (own >= self.span.size)
@@ -240,7 +241,7 @@ class VocabularyParallelHead(Head):
         self.span, self.communicator = span, communicator
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, E] -> logits [N, V]."""
+        """Return the logits [N, V] of states [N, E]."""
         return self._gathered(super().forward(hidden))
 
     def of_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -266,7 +267,7 @@ class ParallelRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(span.size), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, heads * head_dim] of this rank -> the same shape."""
+        """Return the normed x [T, heads * head_dim] of this rank."""
         assert self.communicator is not None  # only for counting bytes
         wide = x.float()
         squares = self.communicator.all_reduce(wide.square().sum(-1, keepdim=True))
@@ -275,7 +276,8 @@ class ParallelRMSNorm(nn.Module):
 
 
 def summed(base: Ops, communicator: Communicator) -> Ops:
-    """`base` for a Linear whose inputs are divided: its products are summed over the ranks, the bias is added once."""
+    """Return `base` for a Linear whose inputs are divided: its products are summed over the ranks, the bias is added
+    once."""
 
     def linear(x: Any, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         y = communicator.all_reduce(base.linear(x, weight, None))

@@ -185,7 +185,7 @@ class _Sizes:
         self._is_rslora = bool(config.get("use_rslora"))
 
     def of(self, stem: str) -> tuple[int, float]:
-        """(rank, scaling) of a module, by its name in the model."""
+        """Return (rank, scaling) of a module, by its name in the model."""
         rank, alpha = self._found(self._ranks, stem, self._rank), self._found(self._alphas, stem, self._alpha)
         if rank != int(rank) or rank > self._max_rank:
             most = f"at most {self._max_rank} is (model.max_adapter_rank)"
@@ -239,13 +239,14 @@ def _positive(config: dict[str, Any], key: str, name: str) -> float:
 
 
 def _is_unread(key: str, patterns: Sequence[str]) -> bool:
-    """Whether a tensor belongs to a part of the checkpoint that is not loaded (what a model sees with)."""
+    """Return whether a tensor belongs to a part of the checkpoint that is not loaded (what a model sees with)."""
     match = TENSOR.fullmatch(key)
     return match is not None and any(re.fullmatch(pattern, match.group(1)) for pattern in patterns)
 
 
 def _place(key: str, name: str, model: nn.Module, targets: Mapping[str, Any]) -> tuple[Projection, str, str]:
-    """The projection that a tensor of the adapter belongs to, A or B or MAGNITUDE, and the adapter's name for it."""
+    """Return the projection that a tensor of the adapter belongs to, A or B or MAGNITUDE, and the adapter's name for
+    it."""
     match = TENSOR.fullmatch(key)
     number = NUMBER.search(key)
     stem = match.group(1) if match else ""
@@ -303,7 +304,8 @@ def _check_shape(
 
 
 def _held(tensor: torch.Tensor, kind: str, place: Projection, model: nn.Module) -> torch.Tensor:
-    """What this rank needs of a tensor: A is divided as the layer's inputs are, B and magnitudes as its outputs."""
+    """Return what this rank needs of a tensor: A is divided as the layer's inputs are, B and magnitudes as its
+    outputs."""
     module = _linear(model, place)
     if module.held is None or (kind == "A") != (module.held.inputs is not None):
         return tensor

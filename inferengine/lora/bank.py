@@ -152,7 +152,7 @@ class AdapterBank:
 
     @contextmanager
     def part(self, tokens: torch.Tensor) -> Iterator[None]:
-        """Inside, products are of these tokens of the step, by their places in it."""
+        """Restrict products to these tokens of the step, by their places in it, inside the context."""
         whole, masks = self._token_adapters, self._masks
         if whole is None:
             yield
@@ -171,7 +171,7 @@ class AdapterBank:
     # -- in a step ---------------------------------------------------------------------------------------------------
 
     def _added(self, name: str, x: torch.Tensor) -> torch.Tensor | None:
-        """The sum [T, out] to add to a layer's output for input [T, in]; None: nothing."""
+        """Return the sum [T, out] to add to a layer's output for input [T, in]; None: nothing."""
         if self._token_adapters is None or name not in self._stacks:
             return None
         down, up, columns, _ = self._stacks[name]
@@ -182,7 +182,7 @@ class AdapterBank:
         return torch.mm(torch.mm(x, down.t()).mul_(mask), up.t())
 
     def _places(self, of_place: np.ndarray, number: int) -> torch.Tensor | None:
-        """The places of an adapter among these; None: it has none."""
+        """Return the places of an adapter among these; None: it has none."""
         places = np.flatnonzero(of_place == number)
         return torch.from_numpy(places).to(self.device) if len(places) else None
 
@@ -198,7 +198,7 @@ class AdapterBank:
                 rows.index_copy_(0, places, own)
 
     def _head_table(self, base: Ops) -> Ops:
-        """`base`, with products that give the rows of adapters with a head of their own that head's logits."""
+        """Return `base`, with products that give the rows of adapters with a head of their own that head's logits."""
 
         def own(x: torch.Tensor, logits: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
             for number, weight in self._whole[HEAD].items():
@@ -228,7 +228,8 @@ class AdapterBank:
         return self._token_adapters is not None and name in self._stacks and self._stacks[name].gains is not None
 
     def _scaled(self, name: str, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The outputs of a changed weight, with its rows at the lengths that DoRA sets; the bias is not scaled."""
+        """Return the outputs of a changed weight, with its rows at the lengths that DoRA sets; the bias is not
+        scaled."""
         gains = self._stacks[name].gains
         if gains is None or self._token_adapters is None:
             return y
@@ -237,7 +238,7 @@ class AdapterBank:
         return y.add_(less_one.mul_(y if bias is None else y - bias).to(y.dtype))
 
     def _table(self, base: Ops, name: str) -> Ops:
-        """`base`, with products that add the adapters of one layer."""
+        """Return `base`, with products that add the adapters of one layer."""
 
         def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             y = base.linear(x, weight, bias)
@@ -338,8 +339,8 @@ class AdapterBank:
 
     @torch.inference_mode()
     def _gain(self, name: str, first: int, factors: Factors) -> torch.Tensor:
-        """What scales the rows of a changed weight to an adapter's magnitudes [rows], in fp32. The weight is read
-        through its own product, whatever layout it is packed in."""
+        """Return what scales the rows of a changed weight to an adapter's magnitudes [rows], in fp32. The weight is
+        read through its own product, whatever layout it is packed in."""
         linear, base = self._linears[name]
         down, up = factors.down.to(self.device).float(), factors.up.to(self.device).float()
         squares = torch.zeros(len(up), device=self.device)

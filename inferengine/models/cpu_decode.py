@@ -79,7 +79,7 @@ def _suits(config: DecoderConfig) -> bool:
 
 
 def _is_plain(layer: LlamaLayer) -> bool:
-    """Whether nothing of a layer has been replaced, as where ranks share the model."""
+    """Return whether nothing of a layer has been replaced, as where ranks share the model."""
     attention, mlp = layer.attention, layer.mlp
     norms = layer.attention_norm, layer.mlp_norm
     if type(attention) is not Attention or type(mlp) is not GatedMLP:
@@ -126,7 +126,8 @@ class DecodeRunner:
     def _compute(
         self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, plan: AttentionPlan, kept: GroupCopy
     ) -> np.ndarray:
-        """x [T, E] in place. `cos` [T, 1, 1, D / 2] and `sin` [T, 1, 2, D / 2], whose first half is negative."""
+        """Compute x [T, E] in place. `cos` [T, 1, 1, D / 2] and `sin` [T, 1, 2, D / 2], whose first half is
+        negative."""
         num_tokens, num_heads = len(x), self._num_heads
         num_rotated = num_heads + self._num_kv_heads
         from_numpy, norm, eps, activation = torch.from_numpy, ops.rms_norm_of_few, self._eps, self._activation
@@ -177,7 +178,7 @@ def _layer(layer: LlamaLayer) -> _Layer:
 
 
 def _product(linear: Linear) -> _Product:
-    """The product of a layer: by FBGEMM alone where that is all that it does."""
+    """Return the product of a layer: by FBGEMM alone where that is all that it does."""
     packed, is_plain = linear.packed, linear.order is None or linear.is_reordered
     if linear.ops.linear is ops.linear and linear.offset is None and is_plain and ops.is_half(packed):
         return lambda x: ops.half_linear(x, packed)

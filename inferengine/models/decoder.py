@@ -36,11 +36,11 @@ class DecoderModel(nn.Module):
     can_keep = False  # it returns the states of `batch.kept_tokens` alone
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """[T] ids -> residual stream [T, E]."""
+        """Return the residual stream [T, E] of ids [T]."""
         raise NotImplementedError
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, E] rows of the residual stream -> [N, V]."""
+        """Return the logits [N, V] of rows [N, E] of the residual stream."""
         raise NotImplementedError
 
     def bind_states(self, tensors: list[torch.Tensor]) -> None:
@@ -93,7 +93,7 @@ class ModelFamily(Protocol):
 
 
 def attention_targets(here: str, there: str) -> dict[str, Target]:
-    """Targets of the four projections of an attention block, with biases where the model has them."""
+    """Return the targets of the four projections of an attention block, with biases where the model has them."""
     parts = {"q_proj": ("qkv", 0), "k_proj": ("qkv", 1), "v_proj": ("qkv", 2), "o_proj": ("out", None)}
     return {
         f"{here}.{name}.{kind}": Target(f"{there}.{module}.{kind}", part)
@@ -103,7 +103,7 @@ def attention_targets(here: str, there: str) -> dict[str, Target]:
 
 
 def mlp_targets(here: str, *, up: str, down: str) -> dict[str, Target]:
-    """Targets of the two projections of a plain feed-forward block."""
+    """Return the targets of the two projections of a plain feed-forward block."""
     return {
         f"{here}.{name}.{kind}": Target(f"layers.{{}}.mlp.{place}.{kind}")
         for name, place in ((up, "up"), (down, "down"))
@@ -112,7 +112,7 @@ def mlp_targets(here: str, *, up: str, down: str) -> dict[str, Target]:
 
 
 def gated_mlp_targets(here: str, there: str) -> dict[str, Target]:
-    """Targets of the three projections of a gated feed-forward block."""
+    """Return the targets of the three projections of a gated feed-forward block."""
     parts = {"gate_proj": ("gate_up", 0), "up_proj": ("gate_up", 1), "down_proj": ("down", None)}
     return {
         f"{here}.{name}.{kind}": Target(f"{there}.{module}.{kind}", part)
@@ -133,8 +133,9 @@ def moe_targets(
     shared: str = "shared_expert",
     there: str = "layers.{}.mlp",
 ) -> dict[str, Target]:
-    """Targets of a mixture of experts: a tensor for each expert's projections, which `parts` names, or one for all
-    experts, as transformers 5 saves them. `here` is the block's name in the checkpoint, `there` in the model."""
+    """Return the targets of a mixture of experts: a tensor for each expert's projections, which `parts` names, or one
+    for all experts, as transformers 5 saves them. `here` is the block's name in the checkpoint, `there` in the
+    model."""
     if config is None:
         return {}
     score = 0 if config.gated_shared else None

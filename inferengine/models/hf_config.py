@@ -291,7 +291,7 @@ def _rope_of_kind(rope: ConfigReader, kind: str, theta: float, head_dim: int, ma
 
 
 def _rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int, partial: float | None) -> int:
-    """Elements of a head that turn."""
+    """Return the number of a head's elements that rotate."""
     if partial is None:
         rope.expect("partial_rotary_factor", 1.0)
         return head_dim

@@ -25,7 +25,8 @@ OF_TENSORS = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def one_layer_of_each_kind(model: DecoderModel) -> Iterator[None]:
-    """Inside, `model.layers` holds one layer of each kind; each keeps its weights, its KV cache and its group."""
+    """Reduce `model.layers` to one layer of each kind inside the context; each keeps its weights, its KV cache and its
+    group."""
     with with_layers(model, layers_of_each_kind(model)):
         yield
 
@@ -38,7 +39,7 @@ def layers_of_each_kind(model: DecoderModel) -> nn.ModuleList:
 
 @contextmanager
 def with_layers(model: DecoderModel, layers: nn.ModuleList) -> Iterator[None]:
-    """Inside, `model.layers` are these."""
+    """Set `model.layers` to these inside the context."""
     whole = model.layers
     model.layers = layers
     try:
@@ -48,8 +49,8 @@ def with_layers(model: DecoderModel, layers: nn.ModuleList) -> Iterator[None]:
 
 
 def covering(kinds: Sequence[Hashable]) -> list[int]:
-    """Indices, in order, of the items to keep: every pair of neighbouring kinds occurs among the kept neighbours too,
-    and so do the first and the last kind."""
+    """Return the indices, in order, of the items to keep: every pair of neighbouring kinds occurs among the kept
+    neighbours too, and so do the first and the last kind."""
     kept: list[int] = []
     pairs: set[tuple[Hashable, Hashable]] = set()
     for index in range(1, len(kinds)):

@@ -139,11 +139,10 @@ class LlamaLayer(nn.Module):
         own: torch.Tensor | None = None,
         kept: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Residual stream [T, E] -> the same after this layer, in place where the device can. `normed` is x after this
+        """Return the residual stream [T, E] after this layer, in place where the device can. `normed` is x after this
         layer's first norm, where the layer before has computed it. Returned beside it: the same for the next layer.
-        `own`: the layer's input [T, size], where the model has such.
-        `kept`: of the last layer, the tokens whose states are wanted: what follows attention is computed of them alone.
-        """
+        `own`: the layer's input [T, size], where the model has such. `kept`: of the last layer, the tokens whose states
+        are wanted: what follows attention is computed of them alone."""
         attention, mlp = self.attention, self.mlp
         if self.is_plain:
             mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm, normed), batch)
@@ -175,7 +174,7 @@ class LlamaLayer(nn.Module):
         return x if self.output_scale is None else x.mul_(self.output_scale), None
 
     def _add(self, x: torch.Tensor, linear: Linear, inputs: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        """x += scale * norm(linear(inputs)), in place."""
+        """Add scale * norm(linear(inputs)) to x, in place."""
         if norm is None and self.scale == 1.0:
             return linear.add_to(x, inputs)
         out = linear(inputs)
@@ -221,7 +220,7 @@ class Llama(DecoderModel):
         )
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """[T] ids -> residual stream [T, E]."""
+        """Return the residual stream [T, E] of ids [T]."""
         x: torch.Tensor = self.embed(batch.input_ids)
         if self.unused_positions is not None:
             x.add_(self.positions(batch.positions + self.unused_positions))
@@ -240,7 +239,7 @@ class Llama(DecoderModel):
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, E] rows of the residual stream -> [N, V]."""
+        """Return the logits [N, V] of rows [N, E] of the residual stream."""
         return self.head.of_norm(x, self.norm)
 
 

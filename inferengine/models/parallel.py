@@ -78,7 +78,7 @@ def divide(model: DecoderModel, config: DecoderConfig, shard: Shard, communicato
 
 
 def _divide_latent(attention: LatentAttention, config: DecoderConfig, heads: DimensionRange) -> None:
-    """Every rank computes the latents, and the queries, keys and values of its own heads."""
+    """Divide latent attention: every rank computes the latents, and the queries, keys and values of its own heads."""
     latent = config.latent
     assert latent is not None  # what it is built of
     queries = heads.times(latent.query_dim)
@@ -105,7 +105,7 @@ def exchange(model: nn.Module, communicator: Communicator) -> None:
 
 
 def cut_of(model: nn.Module, parameter: str, part: int | None) -> Cut | None:
-    """What this rank takes of the tensor for a parameter, or for one part of it. None: all of it."""
+    """Return what this rank takes of the tensor for a parameter, or for one part of it. None: all of it."""
     owner_name, _, kind = parameter.rpartition(".")
     owner = model.get_submodule(owner_name)
     if isinstance(owner, Linear):

@@ -47,7 +47,7 @@ class StatefulModules(NamedTuple):
 
 
 def has_states(config: Any) -> bool:
-    """Whether transformers' cache for this configuration has states beside keys and values."""
+    """Return whether transformers' cache for this configuration has states beside keys and values."""
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
 
 
@@ -81,7 +81,7 @@ class RecordingCache(StepCache):
 
     @contextmanager
     def watching(self, base: nn.Module) -> Iterator[None]:
-        """Inside, know which module of `base` runs."""
+        """Track which module of `base` runs, inside the context."""
         hooks: list[Any] = []
         for module in base.modules():
             hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -109,24 +109,24 @@ class RecordingCache(StepCache):
         )
 
     def get_conv_state(self, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor | None:
-        """As of transformers' cache."""
+        """Do as transformers' cache does."""
         self._note(layer_idx)
         return super().get_conv_state(layer_idx, *args, **options)
 
     def get_recurrent_state(self, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor | None:
-        """As of transformers' cache."""
+        """Do as transformers' cache does."""
         self._note(layer_idx)
         return super().get_recurrent_state(layer_idx, *args, **options)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **options: Any) -> torch.Tensor:
-        """As of transformers' cache."""
+        """Do as transformers' cache does."""
         self._note(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **options)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **options: Any
     ) -> torch.Tensor:
-        """As of transformers' cache."""
+        """Do as transformers' cache does."""
         self._note(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **options)
 
@@ -253,8 +253,8 @@ class RecurrentStates:
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Inside, find out whether all modules read all of their states in a step of several tokens that follow others:
-        another state must give another output, bit by bit. Where one does not, `one_by_one` is set."""
+        """Find out, inside the context, whether all modules read all of their states in a step of several tokens that
+        follow others: another state must give another output, bit by bit. Where one does not, `one_by_one` is set."""
         self._probes = True
         try:
             yield
@@ -268,7 +268,7 @@ class RecurrentStates:
         self._old = None
 
     def _in_pieces(self, forward: Callable[..., Any], layers: tuple[int, ...]) -> Callable[..., Any]:
-        """A module's `forward` for the row of a step, which calls it for each piece."""
+        """Wrap a module's `forward` for the row of a step: it is called for each piece."""
 
         def call(*args: Any, **options: Any) -> Any:
             step = self._pieces
@@ -297,8 +297,8 @@ class RecurrentStates:
 
     @contextmanager
     def _states_of(self, piece: Piece, layers: tuple[int, ...], *, changed: str = "") -> Iterator[None]:
-        """Inside, the cache holds the states of the piece's slots; afterwards what has become of them is kept. With
-        `changed` those of a kind, or NOTHING, are others, and nothing is kept."""
+        """Put into the cache, inside the context, the states of the piece's slots; afterwards what has become of them
+        is kept. With `changed` those of a kind, or NOTHING, are others, and nothing is kept."""
         usual = {layer: self.cache.layers[layer] for layer in layers}
         for layer in layers:
             self.cache.layers[layer] = self._layer_of(piece, layer, changed)
@@ -312,7 +312,7 @@ class RecurrentStates:
                 self.cache.layers[layer] = each
 
     def _layer_of(self, piece: Piece, layer: int, changed: str) -> LinearAttentionLayer:
-        """transformers' cache of one layer, with the states of these slots; without any for the first tokens."""
+        """Return transformers' cache of one layer, with the states of these slots; without any for the first tokens."""
         usual: Any = self.cache.layers[layer]
         made = LinearAttentionLayer(number_of_states=usual.number_of_states)
         for place, number in () if piece.is_fresh else self._places.get(layer, ()):

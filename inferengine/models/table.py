@@ -381,7 +381,7 @@ def nearest(architecture: str) -> str:
 
 
 def _shared_letters(one: str, other: str) -> int:
-    """Letters of whole words that two names share, from the first: MiniMax is not like Ministral."""
+    """Count the letters of whole words that two names share, from the first: MiniMax is not like Ministral."""
     pairs = zip(one, other, strict=False)
     count = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(one), len(other)))
     while count and (one[count : count + 1].islower() or other[count : count + 1].islower()):
@@ -412,7 +412,7 @@ def table() -> Iterator[tuple[str, ...]]:
 
 
 def _largest(sizes: tuple[float, ...], formats: tuple[str, ...], card_gb: float) -> str:
-    """The largest size whose weights fit, and in what number format."""
+    """Return the largest size whose weights fit, and in what number format."""
     for size in sorted(sizes, reverse=True):
         for name in formats:
             if size * BYTES[name] <= ROOM * card_gb:

@@ -110,7 +110,7 @@ class Mask:
 
 
 def knows(values: dict[str, Any]) -> bool:
-    """Whether transformers has a causal model of its own for a decoded config.json."""
+    """Return whether transformers has a causal model of its own for a decoded config.json."""
     return _causal_class(values) is not None
 
 
@@ -143,7 +143,7 @@ def why_not(values: dict[str, Any]) -> str:
 
 
 def _causal_class(values: dict[str, Any]) -> Any:
-    """The class of transformers for this config; None: there is none, or the checkpoint is of another kind."""
+    """Return the class of transformers for this config; None: there is none, or the checkpoint is of another kind."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -163,7 +163,7 @@ def _causal_class(values: dict[str, Any]) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _config_of(text: str) -> tuple[Any, Any]:
-    """(transformers' config, the class of the causal model). Raises ConfigError."""
+    """Return (transformers' config, the class of the causal model). Raises ConfigError."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     values = json.loads(text)
@@ -246,7 +246,7 @@ def _read(text: str, dtype: str) -> TransformersConfig:
 
 
 def _has_states(config: Any) -> bool:
-    """Whether transformers' cache for this configuration has states beside keys and values."""
+    """Return whether transformers' cache for this configuration has states beside keys and values."""
     from inferengine.models.recurrent import has_states
 
     try:
@@ -263,7 +263,7 @@ def _to_bfloat16(base: nn.Module) -> None:
 
 
 def _attends_everywhere(config: Any) -> bool:
-    """Whether a model that may keep a state has attention alone in this configuration (Granite 4.0 Micro)."""
+    """Return whether a model that may keep a state has attention alone in this configuration (Granite 4.0 Micro)."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     return isinstance(kinds, list) and all(str(kind) in ATTENTION_KINDS for kind in kinds)
 
@@ -297,7 +297,7 @@ def _expert_modules(name: str, base: nn.Module) -> dict[str, nn.Module]:
 
 
 def _are_without_gate(module: Any) -> bool:
-    """Whether a module is transformers' experts of two projections (Nemotron 3), which compute themselves."""
+    """Return whether a module is transformers' experts of two projections (Nemotron 3), which compute themselves."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     return getattr(module, "has_gate", None) is False and names == ["up_proj", "down_proj"]
 
@@ -382,8 +382,8 @@ def _conversions(model_type: str) -> Conversions | None:
 
 
 def _max_position(config: Any) -> int:
-    """The longest context. Frequencies that depend on the sequence's length are used up to where they change: cached
-    keys must not depend on how long their sequence becomes."""
+    """Return the longest context. Frequencies that depend on the sequence's length are used up to where they change:
+    cached keys must not depend on how long their sequence becomes."""
     found = next(
         (value for name in POSITION_KEYS if type(value := getattr(config, name, None)) is int and value > 0), 0
     )
@@ -401,7 +401,7 @@ POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_s
 
 
 def _widest(base: nn.Module) -> int:
-    """The widest input or output of a layer, which the memory of a step depends on."""
+    """Return the widest input or output of a layer, which the memory of a step depends on."""
     widths = [
         max(module.in_features, module.out_features) for module in base.modules() if isinstance(module, nn.Linear)
     ]
@@ -413,7 +413,7 @@ def _widest(base: nn.Module) -> int:
 
 
 def _on_meta(text: str) -> Any:
-    """transformers' causal model with its parameters on `meta` and its other tensors computed, on the CPU. Raises
+    """Build transformers' causal model with its parameters on `meta` and its other tensors computed, on the CPU. Raises
     ConfigError."""
     config, model_class = _config_of(text)
     try:
@@ -454,7 +454,7 @@ class TransformersLinear(Linear):
     """A Linear for inputs of any number of dimensions."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
+        """Map inputs [..., in] to outputs [..., out]."""
         return super().forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], -1)
 
 
@@ -471,7 +471,7 @@ class PagedAttention(CachedAttention):
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, options: dict[str, Any]
     ) -> tuple[torch.Tensor, None]:
-        """Queries [1, H, T, D], keys [1, K, T, D] and values [1, K, T, Dv] -> [1, T, H, Dv]."""
+        """Attend with queries [1, H, T, D], keys [1, K, T, D] and values [1, K, T, Dv] -> [1, T, H, Dv]."""
         call, batch = self.call, self.batch
         if batch is None:
             return self._of_itself(query, key, value), None
@@ -500,7 +500,7 @@ class PagedAttention(CachedAttention):
         return mixed.view(1, -1, call.num_heads, self.head_dim)[..., : call.value_dim].contiguous(), None
 
     def _of_itself(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """A mixture of each token's own query, key and value: shows what positions and neighbours have done to them."""
+        """Mix each token's own query, key and value: shows what positions and neighbours have done to them."""
         width = min(self.call.head_dim, self.call.value_dim)
         repeats = self.call.num_heads // self.call.num_kv_heads
         both = functional.pad(key[..., :width], (0, self.call.value_dim - width)) + value
@@ -576,7 +576,7 @@ class TransformersModel(DecoderModel):
             module.__dict__[PLACE] = attention  # not as a submodule: `attentions` holds it
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """[T] ids -> final hidden states [T, E]."""
+        """Return the final hidden states [T, E] of ids [T]."""
         self._set_batch(batch)
         if self.states is None:
             return self._hidden(batch.input_ids, batch.positions)
@@ -601,7 +601,7 @@ class TransformersModel(DecoderModel):
             self.states.part = part
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, E] final hidden states -> [N, V], by the model's own head and whatever follows it."""
+        """Return the logits [N, V] of final hidden states [N, E], by the model's own head and whatever follows it."""
         self.given.states = x.unsqueeze(0)
         ids = torch.zeros(1, len(x), dtype=torch.long, device=x.device)
         logits: torch.Tensor = self.causal(input_ids=ids, use_cache=False).logits[0]
@@ -675,14 +675,14 @@ class TransformersModel(DecoderModel):
             attention.batch = batch
 
     def _hidden(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, E]."""
+        """Return the hidden states [T, E] of ids [T]."""
         cache = None if self.states is None else self.states.cache
         hidden: torch.Tensor = self.base(**_inputs(self.base, ids, positions, cache))[0][0]
         return hidden
 
 
 def _differ(found: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether results of a model of this number format differ by more than rounding."""
+    """Return whether results of a model of this number format differ by more than rounding."""
     return float((found - other).float().norm() / found.float().norm()) > TOLERANCE[dtype]
 
 
@@ -691,8 +691,9 @@ def _takes_positions(base: nn.Module) -> bool:
 
 
 def _inputs(base: nn.Module, ids: torch.Tensor, positions: torch.Tensor, cache: Any = None) -> dict[str, Any]:
-    """Arguments of transformers' models for one flattened batch. With a mask of ones, or with a cache, no sequences are
-    looked for in the positions. Models may ask whether it has ones alone, which nobody can tell on `meta`."""
+    """Return the arguments of transformers' models for one flattened batch. With a mask of ones, or with a cache, no
+    sequences are looked for in the positions. Models may ask whether it has ones alone, which nobody can tell on
+    `meta`."""
     place = "cpu" if ids.is_meta else ids.device
     taken = inspect.signature(base.forward).parameters
     inputs = {
@@ -756,7 +757,7 @@ def weight_map(config: DecoderConfig) -> WeightMap:
 
 
 def _expert_targets(name: str, place: str, parameter: torch.Tensor, conversions: Conversions) -> dict[str, Target]:
-    """Targets of one tensor of all experts: stored as a tensor for each projection of each, or as one."""
+    """Return the targets of one tensor of all experts: stored as a tensor for each projection of each, or as one."""
     parts = conversions.of_experts(name)
     targets = {
         stored.replace("*", str(expert)): Target(place, expert * len(parts) + part)
@@ -929,7 +930,7 @@ def _check_places(
 def _recording(
     name: str, base: nn.Module, calls: list[tuple[nn.Module, AttentionCall]], choose: Callable[..., torch.Tensor]
 ) -> Iterator[None]:
-    """Inside, every module of `base` notes its calls, tensors that were computed are on `meta`, and experts call
+    """Record, inside the context, the calls of every module of `base`; computed tensors are on `meta`, and experts call
     `choose`."""
     experts = [*_expert_modules(name, base).values(), *filter(_are_without_gate, base.modules())]
     for module in experts:

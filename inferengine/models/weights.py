@@ -91,7 +91,7 @@ def _read_all(
 
 
 def _read_gguf(model: nn.Module, weight_map: WeightMap, path: Path, progress: ShareDone, memory: Memory | None) -> None:
-    """Of a GGUF file, whose norms have no 1 left to be added."""
+    """Read a GGUF file, whose norms have no 1 left to be added."""
     targets = {name: target._replace(plus_one=False) for name, target in weight_map.targets.items()}
     loader, shard = _Loader(model, weight_map._replace(targets=targets), memory), GgufShard(path)
     total, done = sum(info.num_bytes for info in read_gguf(path).tensors.values()), 0
@@ -140,7 +140,7 @@ def fill_random(
 
 
 def _packed_alone(model: nn.Module) -> list[Linear]:
-    """The layers that are packed once their own tensors are there, whatever others have."""
+    """Return the layers that are packed once their own tensors are there, whatever others have."""
     return [module for module in model.modules() if type(module) is Linear and module.source is None]
 
 
@@ -305,13 +305,13 @@ class _Loader:
                 raise refused(f"{names}, though config.json ties the two")
 
     def _short(self, name: str) -> str:
-        """A tensor's name as the weight map has it."""
+        """Return a tensor's name as the weight map has it."""
         short = next((name.removeprefix(p) for p in self.map.prefixes if name.startswith(p)), name)
         is_rootless = short.split(".", 1)[0] in self.rootless
         return f"{self.map.root}{short}" if is_rootless else short
 
     def _stored_place(self, name: str, number: re.Match[str] | None) -> tuple[Any, int | None, str] | None:
-        """(source, part, suffix) of a tensor that a quantized checkpoint stores in place of a weight."""
+        """Return (source, part, suffix) of a tensor that a quantized checkpoint stores in place of a weight."""
         stem, _, suffix = name.rpartition(".")
         target = self.map.targets.get(LAYER.sub(".{}.", name, count=1))
         if target is not None:  # of all experts together, by a name of its own
@@ -339,12 +339,13 @@ class _Loader:
         return data.narrow(0, sum(owner.parts[:part]), owner.parts[part])
 
     def _has_part(self, name: str, part: int | None) -> bool:
-        """Whether a parameter has this part: a layer may lack a projection that others have (Gemma 4's values)."""
+        """Return whether a parameter has this part: a layer may lack a projection that others have (Gemma 4's
+        values)."""
         owner = self.model.get_submodule(name.rpartition(".")[0])
         return part is None or not isinstance(owner, Linear) or part < len(owner.parts)
 
     def _held_part(self, name: str, part: int | None) -> int | None:
-        """A part of the whole parameter as a part of what this rank holds; ELSEWHERE: another rank holds it."""
+        """Return a part of the whole parameter as a part of what this rank holds; ELSEWHERE: another rank holds it."""
         owner: Any = self.model.get_submodule(name.rpartition(".")[0])
         if part is None or not isinstance(owner, HeadNorm | ExpertLinear) or owner.held is None:
             return part
@@ -353,7 +354,7 @@ class _Loader:
         return part - held.begin if held.begin <= part < held.end else ELSEWHERE
 
     def _covered(self, name: str, part: int | None) -> list[WeightPart]:
-        """The pieces that a tensor for this part of a parameter fills."""
+        """Return the pieces that a tensor for this part of a parameter fills."""
         owner = self.model.get_submodule(name.rpartition(".")[0])
         parts: list[int] = getattr(owner, "parts", [0])
         if len(parts) == 1:
@@ -361,7 +362,7 @@ class _Loader:
         return [WeightPart(name, index) for index in range(len(parts)) if part in (None, index)]
 
     def _checkpoint_name(self, piece: WeightPart) -> str:
-        """The name under which a checkpoint would hold a piece."""
+        """Return the name under which a checkpoint would hold a piece."""
         number = LAYER.search(piece.parameter)
         template = LAYER.sub(".{}.", piece.parameter, count=1)
         for name, target in self.map.targets.items():
@@ -409,7 +410,7 @@ class Memory:
 
 
 def _as_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same shape without memory."""
+    """Return a parameter of the same shape without memory."""
     return nn.Parameter(torch.empty(parameter.shape, device="meta"), requires_grad=False)
 
 

@@ -32,7 +32,7 @@ class Reload:
         signal.signal(signal.SIGHUP, lambda *_: self.note())
 
     def run_if_due(self, also: Callable[[], None] = lambda: None) -> None:
-        """If there was a SIGHUP, reload and then call `also`."""
+        """Reload and then call `also`, if there was a SIGHUP."""
         if not self._due:
             return
         self._due = False

@@ -23,7 +23,7 @@ class Reordered(NamedTuple):
 
 
 def order_of(groups: torch.Tensor, columns: int, group: int) -> torch.Tensor | None:
-    """From each input's group [K] to the order that sorts them; None where they are sorted. Raises ValueError where
+    """Return the order that sorts inputs by their groups [K]; None where they are sorted. Raises ValueError where
     groups have other sizes."""
     groups = groups.long().cpu()
     order = torch.argsort(groups, stable=True)
@@ -33,8 +33,8 @@ def order_of(groups: torch.Tensor, columns: int, group: int) -> torch.Tensor | N
 
 
 def table(inner: Ops) -> Ops:
-    """`inner`, the products of quantized weights, with reordered ones beside the others. Inputs that a layer in low
-    precision handed on as codes come as numbers."""
+    """Return `inner`, the products of quantized weights, with reordered ones beside the others. Inputs that a layer in
+    low precision handed on as codes come as numbers."""
 
     def pack_linear(source: Any) -> Any:
         packed = inner.pack_linear(source)

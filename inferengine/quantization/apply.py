@@ -81,7 +81,7 @@ def quantize(
 def _read_layout(
     model: nn.Module, tables: dict[int, Ops], layout: Layout, targets: Mapping[str, Any], device: torch.device
 ) -> None:
-    """`tables`: of each layout of the checkpoint, by its id."""
+    """Read the layout of each stored weight. `tables`: of each layout of the checkpoint, by its id."""
     for name, module in model.named_modules():
         if isinstance(module, Experts):
             module.ops = with_expert_codes(module.ops)
@@ -150,7 +150,8 @@ def _read_mxfp4(model: nn.Module, targets: Mapping[str, Any], device: torch.devi
 
 
 def _checkpoint_names(parameter: str, targets: Mapping[str, Any], num_parts: int) -> list[str]:
-    """What a checkpoint calls the modules whose weights make up a parameter: one for each part, or one for all."""
+    """Return what a checkpoint calls the modules whose weights make up a parameter: one for each part, or one for
+    all."""
     number = NUMBER.search(parameter)
     template = NUMBER.sub(".{}.", parameter, count=1)
     names: dict[int, str] = {}

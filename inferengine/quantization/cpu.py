@@ -62,11 +62,11 @@ class Int8Weight:
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual += product, which an addition widens by itself."""
+        """Add the product to residual; the addition itself widens it."""
         return residual.add_(self.multiply(x) if x.shape[0] > self.most_rows else self._product(x))
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """Of few rows; bf16 where the scales are."""
+        """Multiply few rows; the result is bf16 where the scales are."""
         y = torch._weight_int8pack_mm(x.bfloat16(), self.codes, self.short if self.exact else self.ones)
         return y if self.exact else y.to(x.dtype).mul_(self.scales.to(x.dtype))
 
@@ -96,14 +96,14 @@ _product_of_levels = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_outpu
 
 
 def pack(weight: QuantizedWeight) -> CpuWeight:
-    """The fastest kernel that fits the codes."""
+    """Pack the codes for the fastest kernel that fits them."""
     if weight.kind == INT8 and weight.block.columns >= weight.shape[1] and weight.block.rows == 1:
         return Int8Both(weight) if weight.int8_activations else Int8Weight(weight)
     return Numbers(weight)
 
 
 def table(base: Ops, make: Make) -> Ops:
-    """`base` with the products of quantized weights. `make` turns a float weight into codes."""
+    """Return `base` with the products of quantized weights. `make` turns a float weight into codes."""
 
     def pack_linear(source: Any) -> CpuWeight:
         return pack(codes_from(source, make))

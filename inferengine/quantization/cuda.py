@@ -44,7 +44,7 @@ class CudaWeight(NamedTuple):
 
 
 def pack(weight: QuantizedWeight) -> CudaWeight:
-    """The kernels' layout. Raises ConfigError for blocks that they cannot read."""
+    """Pack codes as the kernels read them. Raises ConfigError for blocks that they cannot read."""
     rows, columns = weight.shape
     if weight.kind == INT4:
         group = weight.block.columns
@@ -170,12 +170,12 @@ class CudaProducts:
         )
 
     def _quantizes(self, x: torch.Tensor, packed: CudaWeight) -> bool:
-        """Whether a product quantizes its input."""
+        """Return whether a product quantizes its input."""
         choices = self._candidates(x, packed, Product.LINEAR)
         return bool(choices) and choices[0].kernel is Kernel.QUANTIZE_INPUTS
 
     def _gates(self, x: torch.Tensor, packed: CudaWeight) -> bool:
-        """Whether a kernel takes product and gate together. INT4's takes whole tiles of gate and of up."""
+        """Return whether a kernel takes product and gate together. INT4's takes whole tiles of gate and of up."""
         whole = packed.num_outputs % 32 == 0 or not isinstance(packed.weight, NibbleWeight)
         return whole and bool(self._candidates(x, packed, Product.GATED))
 
@@ -240,7 +240,7 @@ def shape_of(weight: ByteWeight | NibbleWeight) -> tuple[int, int]:
 
 
 def table(base: Ops, make: Make, device: torch.device, *, deterministic: bool = False) -> Ops:
-    """`base` with the products of quantized weights. `make` turns a float weight into codes."""
+    """Return `base` with the products of quantized weights. `make` turns a float weight into codes."""
     products = CudaProducts(base, make, device, deterministic=deterministic)
     return dataclasses.replace(
         base,

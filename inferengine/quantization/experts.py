@@ -47,8 +47,8 @@ EXPERT_CODES: dict[str, Callable[[torch.Tensor], ExpertCodes]] = {
 
 
 def mxfp4_codes(weight: torch.Tensor) -> ExpertCodes:
-    """e2m1 codes [R, K / 2] and a power of two for each 32 columns: the one that leaves the largest magnitude below 8,
-    as the microscaling formats have it."""
+    """Quantize to e2m1 codes [R, K / 2] and a power of two for each 32 columns: the one that leaves the largest
+    magnitude below 8, as the microscaling formats have it."""
     rows = weight.shape[0]
     codes, scales = [], []
     for piece in weight.split(PIECE):
@@ -66,7 +66,7 @@ _MIDDLES = tuple((low + high) / 2 for low, high in pairwise(E2M1))
 
 
 def expert_codes(weight: QuantizedWeight) -> ExpertCodes:
-    """Codes with scales of rows, of their groups of columns or of squares, as experts' products read them."""
+    """Return codes with scales of rows, of their groups of columns or of squares, as experts' products read them."""
     group = min(weight.block.columns, weight.shape[1])
     if weight.zeros is not None:
         codes = weight.codes[:, ::2] | (weight.codes[:, 1::2] << 4)
@@ -117,7 +117,7 @@ class StoredExperts:
 
 
 def with_expert_codes(base: Ops) -> Ops:
-    """`base`, whose `pack_experts` takes what a checkpoint stored too."""
+    """Return `base`, whose `pack_experts` takes what a checkpoint stored too."""
 
     def ready(source: Any) -> Any:
         if isinstance(source, StoredWeight):

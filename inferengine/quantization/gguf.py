@@ -139,7 +139,7 @@ class StoredBlocks:
         self.taken: list[BlockWeight | torch.Tensor | None] = [None] * len(kinds)
 
     def knows(self, suffix: str) -> bool:
-        """Whether a tensor is for this weight."""
+        """Return whether a tensor is for this weight."""
         return suffix == "weight"
 
     def take(self, part: int | None, suffix: str, stored: StoredRows | torch.Tensor) -> None:
@@ -165,11 +165,11 @@ class StoredBlocks:
             self.taken[index] = (raw if cut is None else cut.of(raw)).to(self.device, self.dtype, copy=True)
 
     def missing(self) -> str | None:
-        """The name of a tensor that has not come."""
+        """Return the name of a tensor that has not come, or None."""
         return next((name for name, each in zip(self.names, self.taken, strict=True) if each is None), None)
 
     def num_bytes(self) -> int:
-        """The bytes of what this rank holds, as the file stores it."""
+        """Return the bytes of what this rank holds, as the file stores it."""
         total = 0
         for kind, cut, rows in zip(self.kinds, self.cuts, self.rows, strict=True):
             share = 1.0 if cut is None else sum(span.size for span in cut.spans) / cut.whole
@@ -177,7 +177,7 @@ class StoredBlocks:
         return total
 
     def assemble(self) -> tuple[BlockWeight | torch.Tensor, ...]:
-        """All parts, those of one kind that follow each other as one, and let go of them."""
+        """Return all parts, those of one kind that follow each other as one, and let go of them."""
         parts = list(self.taken)
         if self.random_weights:
             parts = [self._random(index) for index in range(len(self.kinds))]
@@ -193,7 +193,7 @@ class StoredBlocks:
         return tuple(made)
 
     def _random(self, index: int) -> BlockWeight | torch.Tensor:
-        """Random codes of a part, with scales that keep the weights below 0.05."""
+        """Return random codes of a part, with scales that keep the weights below 0.05."""
         rows, columns, cut = self.rows[index], self.columns, self.cuts[index]
         if cut is not None:
             held = sum(span.size for span in cut.spans)
@@ -204,7 +204,7 @@ class StoredBlocks:
 
 
 def _cut_blocks(name: str, raw: torch.Tensor, cut: Cut | None, kind: str) -> torch.Tensor:
-    """A part of the rows or of the columns of a tensor in blocks. Raises ConfigError where it would cut a block."""
+    """Cut a part of the rows or of the columns of a tensor in blocks. Raises ConfigError where it would cut a block."""
     if cut is None:
         return raw
     if cut.dim == 0:
@@ -303,7 +303,7 @@ class PackedBlocks(NamedTuple):
 
 
 def num_bytes(weight: PackedBlocks) -> float:
-    """The bytes of a packed weight."""
+    """Return the bytes of a packed weight."""
     planes = (part if isinstance(part, BlockWeight) else (part,) for part in weight.parts)
     return float(sum(each.nbytes for plane in planes for each in plane if isinstance(each, torch.Tensor)))
 
@@ -321,7 +321,7 @@ class BlockProducts:
             self.kernels, self.scratch = block_tiles, Scratch(device)
 
     def table(self) -> Ops:
-        """`base` with these products."""
+        """Return `base` with these products."""
         return dataclasses.replace(
             self.base,
             linear=self.linear,
@@ -390,8 +390,8 @@ class BlockProducts:
         bias: torch.Tensor | None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x times the weight, added to the residual where there is one, by Triton kernels or, for many rows, by the
-        library after the weight has been dequantized."""
+        """Multiply x with the weight, added to the residual where there is one, by Triton kernels or, for many rows, by
+        the library after the weight has been dequantized."""
         from inferengine.kernels.cuda.dispatch import KernelChoice, Operands, Product, candidates
 
         def choices_of(part: BlockWeight) -> tuple[KernelChoice, ...]:
@@ -420,7 +420,7 @@ class BlockProducts:
         return out
 
     def _numbers(self, weight: PackedBlocks, dtype: torch.dtype) -> torch.Tensor:
-        """The whole weight dequantized, for one product."""
+        """Dequantize the whole weight, for one product."""
         first = weight.parts[0]
         out = torch.empty(weight.num_outputs, first.shape[1], dtype=dtype, device=self.scratch.partial.device)
         for part, place in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):

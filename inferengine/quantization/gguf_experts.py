@@ -27,12 +27,12 @@ class StoredRows(NamedTuple):
 
 
 def bytes_per_weight(kind: str, dtype: torch.dtype) -> float:
-    """What a weight costs in the planes of a format, or as an ordinary number."""
+    """Return the bytes of a weight in the planes of a format, or as an ordinary number."""
     return BLOCKS[kind][1] / BLOCKS[kind][0] if kind in FORMATS or kind == MXFP4 else dtype.itemsize
 
 
 def random_blocks(kind: str, rows: int, columns: int, device: torch.device) -> BlockWeight:
-    """Random codes [rows, columns], with scales that keep the weights below 0.05."""
+    """Return random codes [rows, columns], with scales that keep the weights below 0.05."""
     form = FORMATS[kind]
     raw = torch.randint(0, 256, (rows, columns // form.block, form.num_bytes), dtype=torch.uint8, device=device)
     half = torch.tensor([0.05 / form.largest], dtype=torch.float16).view(torch.uint8).to(device)
@@ -42,7 +42,8 @@ def random_blocks(kind: str, rows: int, columns: int, device: torch.device) -> B
 
 
 def read_mxfp4(raw: torch.Tensor) -> ExpertCodes:
-    """Blocks [N, 17 K / 32] of an exponent and 16 bytes, whose low halves come before the high ones, as ExpertCodes."""
+    """Read blocks [N, 17 K / 32] of an exponent and 16 bytes, whose low halves come before the high ones, as
+    ExpertCodes."""
     blocks = raw.unflatten(1, (-1, BLOCKS[MXFP4][1]))
     codes = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), -1)
     return ExpertCodes((codes[..., ::2] | codes[..., 1::2] << 4).flatten(1), blocks[..., 0].contiguous(), MX_GROUP)
@@ -116,7 +117,7 @@ class StoredExpertBlocks:
             whole[first:last] = weight
 
     def _numbers(self, weight: BlockWeight | ExpertCodes | torch.Tensor) -> torch.Tensor:
-        """A part as numbers, where another projection of the expert is not packed likewise."""
+        """Dequantize a part, where another projection of the expert is not packed likewise."""
         if isinstance(weight, BlockWeight):
             return numbers(weight, 0, self.rows).to(self.dtype)
         if isinstance(weight, ExpertCodes):
@@ -159,7 +160,7 @@ class StoredExpertBlocks:
 
 
 def _room(count: int, plane: torch.Tensor) -> torch.Tensor:
-    """Memory for `count` times the rows of a plane."""
+    """Allocate `count` times the rows of a plane."""
     return plane.new_empty(count * plane.shape[0], *plane.shape[1:])
 
 

@@ -17,23 +17,24 @@ SMALLEST = 1e-12  # a block of zeros has this for its magnitude
 
 
 def fp8_per_channel(weight: torch.Tensor) -> QuantizedWeight:
-    """e4m3 codes, one scale for each output (Micikevicius et al. 2022)."""
+    """Quantize to e4m3 codes, one scale for each output (Micikevicius et al. 2022)."""
     return _fp8(weight, Block(1, weight.shape[1]))
 
 
 def fp8_per_tensor(weight: torch.Tensor) -> QuantizedWeight:
-    """e4m3 codes, one scale for all, held by row."""
+    """Quantize to e4m3 codes, one scale for all, held by row."""
     made = _fp8(weight, Block(weight.shape[0], weight.shape[1]))
     return made._replace(scales=made.scales.expand(weight.shape[0], 1), block=Block(1, weight.shape[1]))
 
 
 def fp8_blocks(weight: torch.Tensor) -> QuantizedWeight:
-    """e4m3 codes, a scale for each square of 128 x 128 (DeepSeek-V3, Qwen 3)."""
+    """Quantize to e4m3 codes, a scale for each square of 128 x 128 (DeepSeek-V3, Qwen 3)."""
     return _fp8(weight, Block(128, 128))
 
 
 def int8_per_channel(weight: torch.Tensor) -> QuantizedWeight:
-    """int8 codes in [-127, 127], one scale for each output, rounded to bf16 first so that kernels may keep it so."""
+    """Quantize to int8 codes in [-127, 127], one scale for each output, rounded to bf16 first so that kernels may keep
+    it so."""
     magnitude = weight.float().abs().amax(1, keepdim=True).clamp_(min=SMALLEST)
     scales = (magnitude / 127).bfloat16().float()
     codes = (weight.float() / scales).round_().clamp_(-127, 127).to(torch.int8)
@@ -41,13 +42,14 @@ def int8_per_channel(weight: torch.Tensor) -> QuantizedWeight:
 
 
 def int8_with_activations(weight: torch.Tensor) -> QuantizedWeight:
-    """W8A8: `int8_per_channel`, and the inputs rounded to int8 by token when they come (Dettmers et al. 2022)."""
+    """Quantize for W8A8: `int8_per_channel`, and inputs rounded to int8 by token when they come (Dettmers et al.
+    2022)."""
     return int8_per_channel(weight)._replace(int8_activations=True)
 
 
 def int4_groups(weight: torch.Tensor, group: int = INT4_GROUP) -> QuantizedWeight:
-    """4-bit codes with a zero point, one scale for every `group` weights of a row, rounded to fp16 as published
-    checkpoints have it."""
+    """Quantize to 4-bit codes with a zero point, one scale for every `group` weights of a row, rounded to fp16 as
+    published checkpoints have it."""
     rows, columns = weight.shape
     block = Block(1, min(group, columns))
     blocks = blocks_of(weight.float(), block).squeeze(1)
@@ -60,7 +62,7 @@ def int4_groups(weight: torch.Tensor, group: int = INT4_GROUP) -> QuantizedWeigh
 
 
 def bytes_per_weight(scheme: str, columns: int) -> float:
-    """What a weight of a row of so many costs, scales included, as the CUDA kernels hold them."""
+    """Return the bytes of a weight in a row of so many, scales included, as the CUDA kernels hold them."""
     if scheme == "mxfp4":
         return 0.5 + 1 / 32
     if scheme == "int4":

@@ -38,7 +38,7 @@ class StoredWeight:
         self.order: torch.Tensor | None = None  # of the inputs, once assembled; None: their own
 
     def knows(self, suffix: str) -> bool:
-        """Whether a tensor is for this weight. Some tools store biases of zeros for layers that have none."""
+        """Return whether a tensor is for this weight. Some tools store biases of zeros for layers that have none."""
         if suffix == "bias":
             return not self.has_bias
         return suffix in self.layout.required or suffix in self.layout.optional
@@ -51,7 +51,7 @@ class StoredWeight:
         self.tensors[index][suffix] = tensor
 
     def missing(self) -> str | None:
-        """The name of a tensor that has not come."""
+        """Return the name of a tensor that has not come, or None."""
         for name, tensors in zip(self.names, self.tensors, strict=True):
             for suffix in self.layout.required:
                 if suffix not in tensors:
@@ -68,7 +68,7 @@ class StoredWeight:
         return in_place
 
     def assemble(self) -> QuantizedWeight:
-        """All parts as one weight on the device. Raises ConfigError naming a tensor that does not fit."""
+        """Return all parts as one weight on the device. Raises ConfigError naming a tensor that does not fit."""
         made, orders = [], []
         for name, rows, tensors, part in zip(self.names, self.parts, self.tensors, self.cuts, strict=True):
             if "bias" in tensors and tensors.pop("bias").any():
@@ -104,5 +104,5 @@ Make = Callable[[torch.Tensor], QuantizedWeight]
 
 
 def codes_from(source: torch.Tensor | StoredWeight, make: Make) -> QuantizedWeight:
-    """Codes and scales on the device of `source`."""
+    """Return codes and scales on the device of `source`."""
     return source.assemble() if isinstance(source, StoredWeight) else make(source)

@@ -42,7 +42,7 @@ class QuantizedWeight(NamedTuple):
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The weight as numbers, [N, K]."""
+    """Dequantize the weight to [N, K]."""
     codes = weight.codes.to(dtype)
     if weight.zeros is not None:
         codes = codes.sub_(spread(weight.zeros, weight).to(dtype))
@@ -50,7 +50,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> t
 
 
 def spread(values: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
-    """Block values as a tensor that broadcasts against the codes: [N, 1] for whole rows, else [N, K]."""
+    """Return block values as a tensor that broadcasts against the codes: [N, 1] for whole rows, else [N, K]."""
     rows, columns = weight.shape
     if weight.block.rows > 1:
         values = values.repeat_interleave(weight.block.rows, 0)[:rows]
@@ -60,7 +60,7 @@ def spread(values: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 
 
 def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Projections of one input as one weight. Blocks of several rows that a seam would cut become rows' own."""
+    """Stack projections of one input as one weight. Blocks of several rows that a seam would cut become rows' own."""
     if len(parts) == 1:
         return parts[0]
     if any(part.shape[0] % part.block.rows for part in parts[:-1]) or any(
@@ -76,13 +76,13 @@ def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def by_row(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same with a scale for every row of a block."""
+    """Return the same weight with a scale for every row of a block."""
     repeated = weight.scales.repeat_interleave(weight.block.rows, 0)[: weight.shape[0]]
     return weight._replace(scales=repeated, block=Block(1, weight.block.columns))
 
 
 def cut(weight: QuantizedWeight, part: Cut | None) -> QuantizedWeight:
-    """A part of the rows or of the columns. Raises ValueError where it would cut a block of columns that shares a
+    """Cut a part of the rows or of the columns. Raises ValueError where it would cut a block of columns that shares a
     scale; blocks of rows become rows' own where they are cut."""
     if part is None:
         return weight
@@ -110,7 +110,8 @@ def cut(weight: QuantizedWeight, part: Cut | None) -> QuantizedWeight:
 
 
 def blocks_of(weight: torch.Tensor, block: Block) -> torch.Tensor:
-    """A float weight [N, K] seen as [N / rows, rows, K / columns, columns], padded with zeros to whole blocks."""
+    """Return a float weight [N, K] seen as [N / rows, rows, K / columns, columns], padded with zeros to whole
+    blocks."""
     rows, columns = weight.shape
     pad = (0, -columns % block.columns, 0, -rows % block.rows)
     padded = torch.nn.functional.pad(weight, pad) if any(pad) else weight

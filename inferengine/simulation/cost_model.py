@@ -305,7 +305,7 @@ class DeviceProfile:
 
 
 def _divided(kind: KindCost, ranks: int, exchange: Exchange) -> KindCost:
-    """The cost of a kind of steps on each of `ranks` devices."""
+    """Return the cost of a kind of steps on each of `ranks` devices."""
     sums = ALL_REDUCE_S[ranks]
     places = sorted({tokens for tokens, _ in kind.curve} | {size / exchange.row_bytes for size, _ in sums})
     own, each = exchange.undivided_s, 1.0 / ranks

@@ -125,24 +125,25 @@ def _curve(points: Sequence[float], heights: Matrix) -> Curve:
 
 
 def _rounded(seconds: float) -> float:
-    """As many digits as a measurement has, for whoever reads the file."""
+    """Round to as many digits as a measurement has."""
     return float(f"{seconds:.4g}")
 
 
 def _sizes(tokens: Matrix) -> list[float]:
-    """Points of a curve over graphs: each has a time of its own, and a smaller one may take longer than a larger."""
+    """Return the points of a curve over graphs: each has a time of its own, and a smaller one may take longer than a
+    larger."""
     sizes, counts = np.unique(tokens, return_counts=True)
     return [float(size) for size, count in zip(sizes, counts, strict=True) if count >= _OF_A_SIZE or size == sizes[-1]]
 
 
 def _shares(tokens: Matrix, points: Sequence[float]) -> list[Matrix]:
-    """How near a step is to each point: 1 there, 0 from its neighbours on."""
+    """Return how near each step is to each point: 1 there, 0 from its neighbours on."""
     return [np.interp(tokens, points, row) for row in np.eye(len(points))]
 
 
 def _knots(tokens: Matrix) -> list[float]:
-    """Points of a curve that may not fall: the smallest and the largest step, and those of KNOTS that have enough steps
-    on both sides."""
+    """Return the points of a curve that may not fall: the smallest and the largest step, and those of KNOTS that have
+    enough steps on both sides."""
     least, most = float(tokens.min()), float(tokens.max())
     found = [least]
     for knot in (*(float(knot) for knot in KNOTS if least < knot < most), most):
@@ -154,7 +155,7 @@ def _knots(tokens: Matrix) -> list[float]:
 
 
 def _rises(tokens: Matrix, knots: Sequence[float]) -> list[Matrix]:
-    """How much of each rise from one point to the next a step has: from 0 to 1."""
+    """Return how much of each rise from one point to the next a step has: from 0 to 1."""
     return [np.clip((tokens - left) / (right - left), 0.0, 1.0) for left, right in pairwise(knots)]
 
 

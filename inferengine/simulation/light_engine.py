@@ -144,14 +144,14 @@ class SharedCache(PartCache):
         return tokens
 
     def take(self, chain: Sequence[PromptPart], num_output: int) -> bool:
-        """As PartCache.take; the parts then count as cached at all engines."""
+        """Take as PartCache.take does; the parts then count as cached at all engines."""
         taken = super().take(chain, num_output)
         if taken:
             self._known.update(key for key, _ in chain)
         return taken
 
     def give(self, chain: Sequence[PromptPart], answer: int, num_output: int) -> None:
-        """As PartCache.give; the output then counts as cached at all engines."""
+        """Give as PartCache.give does; the output then counts as cached at all engines."""
         super().give(chain, answer, num_output)
         self._known.add(answer)
 

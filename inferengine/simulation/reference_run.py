@@ -166,7 +166,7 @@ def run(workload: ReferenceWorkload, clock_name: str = "wall") -> dict[str, Any]
 
 
 def draw(workload: ReferenceWorkload, number: int) -> list[tuple[list[int], int]]:
-    """Prompt and output length of each request of a round, drawn in the reference's order: lengths, then the prompt."""
+    """Draw prompt and output length of each request of a round, in the reference's order: lengths, then the prompt."""
     generator = random.Random(workload.seed + number)
     requests = []
     for _ in range(workload.requests):
@@ -203,13 +203,13 @@ def _run_all(core: EngineCore, executor: RecordingExecutor, clock: StoppableCloc
 
 
 def external_fragmentation(num_free: int, longest_run: int) -> float:
-    """One less the share of the free blocks that lie side by side. It says how scattered they are; a paged pool hands
+    """Return 1 - the share of the free blocks that lie side by side. It says how scattered they are; a paged pool hands
     out any block to anyone, so it never refuses for that reason, where a contiguous one would."""
     return 1.0 - longest_run / num_free if num_free else 0.0
 
 
 def metrics(columns: RunRecord, num_submitted: int, elapsed_s: float) -> dict[str, float]:
-    """The 26 metrics under the reference's names. Its queue wait is the time to the first token, its memory
+    """Return the 26 metrics under the reference's names. Its queue wait is the time to the first token, its memory
     utilization the share of the pool's slots that hold a token."""
     num_completed, generated = len(columns.total_s), int(sum(columns.output_tokens))
     latency = sorted(1e3 * value for value in columns.total_s)
@@ -246,7 +246,7 @@ def metrics(columns: RunRecord, num_submitted: int, elapsed_s: float) -> dict[st
 
 
 def interpolated(ordered: Sequence[float], share: float) -> float:
-    """The percentile by linear interpolation between the two nearest ranks, as the reference computes it."""
+    """Return the percentile by linear interpolation between the two nearest ranks, as the reference computes it."""
     rank = (len(ordered) - 1) * share / 100
     below = int(rank)
     above = min(below + 1, len(ordered) - 1)
@@ -254,12 +254,12 @@ def interpolated(ordered: Sequence[float], share: float) -> float:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
+    """Return the bytes of this process that are in RAM now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 def table(found: dict[str, Any]) -> str:
-    """The metrics as text, the reference's figures beside ours, and the rounds."""
+    """Return the metrics as text, the reference's figures beside ours, and the rounds."""
     golden = found.get("golden", {})
     lines = [f"{'metric':<36}{'ours':>16}{'reference':>12}"]
     for name, value in found["metrics"].items():

@@ -223,7 +223,7 @@ class VirtualEngine:
         return output
 
     def _measure_rate(self, num_tokens: int, num_rows: int, duration_s: float) -> None:
-        """The rate at which prompts are taken in, from steps that mostly do that: what Retry-After is made of."""
+        """Measure the rate at which prompts are computed, from steps that mostly do that. Retry-After is made of it."""
         if num_tokens > 2 * num_rows and duration_s > 0:
             rate, old = num_tokens / duration_s, self._prompt_rate
             self._prompt_rate = _RATE_MEMORY * old + (1 - _RATE_MEMORY) * rate if old else rate

@@ -167,7 +167,7 @@ class SyntheticWorkload:
         return self._random.choices(self._prefixes, cum_weights=self._prefix_weights)[0]
 
     def _cut(self, length: int) -> array[int]:
-        """Random tokens that no other cut begins with: a slice of the reservoir behind two drawn ones."""
+        """Return random tokens that no other cut begins with: a slice of the reservoir behind two drawn ones."""
         generator, vocab = self._random, self.options.vocab_size
         ids = array("I", (int(generator.random() * vocab), int(generator.random() * vocab)))
         begin = int(generator.random() * _RESERVOIR)
@@ -290,7 +290,7 @@ def _with_prefix(item: Mapping[str, Any], length: int, uid: int) -> array[int]:
 
 
 def _own(length: int, name: int) -> array[int]:
-    """`length` tokens that only this name has."""
+    """Return `length` tokens that only this name has."""
     if length <= 0:
         return array("I")
     begin = (name * 2654435761) & _MASK

@@ -187,7 +187,7 @@ class Builder:
         return Built(self.compile(translation.grammar), translation)
 
     def _compiles(self, spec: GrammarSpec, tool: str) -> bool:
-        """Whether the grammar compiles when the schema of no other tool is held to."""
+        """Return whether the grammar compiles when the schema of no other tool is held to."""
         try:
             self.compile(translate(spec, lambda other: other != tool).grammar)
         except InvalidRequest:
@@ -229,7 +229,7 @@ class Builder:
 
 
 def has_tools(spec: GrammarSpec) -> bool:
-    """Whether a grammar has schemas of tools, which it can go on without."""
+    """Return whether a grammar has schemas of tools, which it can go on without."""
     return spec.kind == "lark" and f'"{TOOL_KEY}"' in spec.source and bool(tools_of(spec.source))
 
 
@@ -257,7 +257,7 @@ def on_large_stack(work: Callable[[], T]) -> T:
 
 
 def _some_token(mask: bytearray, draw: random.Random) -> int | None:
-    """A random token that the mask allows; None: it allows none."""
+    """Draw a random token that the mask allows; None: it allows none."""
     start = draw.randrange(len(mask))
     for offset in range(len(mask)):
         place = (start + offset) % len(mask)

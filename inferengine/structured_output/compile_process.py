@@ -267,7 +267,7 @@ class CompileServer:
             self._jobs.add(job._replace(level=0, gives_up_tools=True))
 
     def _cause_of_death(self, status: int) -> str:
-        """Why a child that left no answer has ended."""
+        """Return why a child that left no answer has ended."""
         ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if ended_by in (signal.SIGSEGV, signal.SIGBUS):
             return TOO_DEEP
@@ -336,7 +336,7 @@ def _virtual_bytes() -> int:
 
 
 def _anonymous_bytes() -> int:
-    """Bytes of memory that this process allocated. Pages of files do not count: they are the system's."""
+    """Return the bytes of memory that this process allocated. Pages of files do not count: they are the system's."""
     with open("/proc/self/status") as file:
         return next((int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:")), 0)
 
@@ -437,7 +437,7 @@ class CompileProcess:
                 self._requests.put({"drop": id})
 
     def is_slow(self, id: int) -> bool:
-        """Whether the grammar itself takes long, and does not merely wait its turn."""
+        """Return whether the grammar itself takes long, and does not merely wait its turn."""
         trial = self._trials.get(id)
         return trial is not None and trial.is_slow
 

@@ -208,7 +208,7 @@ class GrammarCompiler:
                 self.process.drop(unknown.trial)
 
     def is_slow(self, ticket: Ticket) -> bool:
-        """Whether the grammar itself takes long, and does not merely wait its turn."""
+        """Return whether the grammar itself takes long, and does not merely wait its turn."""
         with self._lock:
             unknown = self._unknown.get(ticket.key)
             return unknown is not None and self.process.is_slow(unknown.trial)
@@ -292,7 +292,7 @@ class GrammarCompiler:
             threading.stack_size(before)
 
     def _wants_lexer(self, key: bytes, entry: CachedGrammar, trial_result: TrialResult | None) -> bool:
-        """Whether another output under this grammar should have a new lexer."""
+        """Return whether another output under this grammar should have a new lexer."""
         if trial_result is None or trial_result.cpu_s > QUICK_S or len(entry.usage.outputs) < OUTPUTS_PER_LEXER:
             return False
         return self.cache.num_lexers(key) < self._max_lexers

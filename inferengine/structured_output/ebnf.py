@@ -54,12 +54,12 @@ class _Rule(NamedTuple):
 
 
 def is_ebnf(source: str) -> bool:
-    """Whether a line begins as a rule does here. None of Lark's does."""
+    """Return whether a line begins as a rule of EBNF does. None of Lark's does."""
     return _RULE.search(source) is not None
 
 
 def to_lark(source: str) -> str:
-    """The same grammar in Lark. Raises ValueError saying what is wrong in which line."""
+    """Translate the grammar to Lark. Raises ValueError saying what is wrong in which line."""
     rules = _Reader(_tokens(source)).rules()
     if "root" not in rules:
         raise ValueError("there is no rule named root")
@@ -76,13 +76,14 @@ def to_lark(source: str) -> str:
 
 
 def _parts(rule: _Rule) -> list[str]:
-    """The body, with the names of rules as what they are called in the source."""
+    """Return the body of a rule, with the names of rules as the source has them."""
     names = iter(rule.names)
     return [next(names)[0] if part == NAME else part for part in rule.body]
 
 
 def _terminals(rules: dict[str, _Rule]) -> set[str]:
-    """Rules that are no part of themselves, nor made of ones that are, up to a size. A walk without recursion."""
+    """Return the rules that are no part of themselves, nor made of such rules, up to a size. A walk without
+    recursion."""
     sizes: dict[str, int] = {}  # of those that were looked at; 0: no terminal, or not done yet
     for first in rules:
         todo = [(first, False)]
@@ -119,7 +120,7 @@ class _Reader:
         return found
 
     def _read_body(self, rule: _Rule) -> None:
-        """Alternatives of sequences, up to the next rule."""
+        """Read alternatives of sequences, up to the next rule."""
         depth = 0
         is_empty, can_repeat = True, False
         while (token := self._tokens[self._place]).kind not in ("rule", "end"):
@@ -184,7 +185,7 @@ def _tokens(source: str) -> list[_Token]:
 
 
 def _terminal(token: _Token) -> str:
-    """A literal, a set of characters or any character, as an expression of Lark's."""
+    """Read a literal, a set of characters or any character, as an expression of Lark's."""
     if token.kind == "set":
         return f"/{_set(token)}/"
     if token.text == ".":
@@ -196,7 +197,7 @@ def _terminal(token: _Token) -> str:
 
 
 def _set(token: _Token) -> str:
-    """A set of characters with everything in it spelt by number, so that no sign has a meaning of its own."""
+    """Read a set of characters, with everything in it spelt by number, so that no sign has a meaning of its own."""
     body = token.text[1:-1]
     negated = body.startswith("^")
     characters = _characters(body[1:] if negated else body, token.line)
@@ -217,7 +218,7 @@ def _set(token: _Token) -> str:
 
 
 def _characters(text: str, line: int) -> list[tuple[str, bool]]:
-    """The characters of a literal or a set, and which of them were escaped."""
+    """Return the characters of a literal or a set, and which of them were escaped."""
     found: list[tuple[str, bool]] = []
     place = 0
     while place < len(text):

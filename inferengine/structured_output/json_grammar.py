@@ -89,7 +89,7 @@ def _plain(schema: Any) -> Any:
 
 
 def _reference(schema: dict[str, Any]) -> Any:
-    """A $ref to a place of the same schema, with nothing beside it that restricts values."""
+    """Return what a $ref refers to in the same schema, where nothing beside it restricts values."""
     reference = schema["$ref"]
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")) or "%" in reference:
         raise _NotPlain
@@ -104,7 +104,7 @@ def _reference(schema: dict[str, Any]) -> Any:
 
 
 def _pattern(schema: dict[str, Any]) -> str | None:
-    """The expression that a whole text must match."""
+    """Return the expression that a whole text must match."""
     format = schema.get("format")
     expressions = [schema.get("pattern"), pattern_of(format) if isinstance(format, str) else None]
     given = [expression for expression in expressions if expression is not None]
@@ -137,8 +137,8 @@ def _number(value: Any) -> int | float:
 
 
 def _has_open_bound_within_one(schema: dict[str, Any]) -> bool:
-    """Whether two bounds, one of them exclusive, share their digits before the point, such as above 0 and at most 0.5.
-    llguidance lets the exclusive one itself through where it is whole."""
+    """Return whether two bounds, one of them exclusive, share their digits before the point, such as above 0 and at
+    most 0.5. llguidance lets the exclusive one itself through where it is whole."""
     together = {**schema, **{name: value for part in _all_of(schema) for name, value in part.items()}}
     bounds = {name: together[name] for name in _BOUNDS if _is_number(together.get(name))}
     lows = [bounds[name] for name in ("minimum", "exclusiveMinimum") if name in bounds]
@@ -231,7 +231,7 @@ def tools_of(source: str) -> list[str]:
 
 
 def _literal(schema: dict[str, Any], options: Any, prefix: str, rules: list[str]) -> str:
-    """The symbol of a schema in a grammar; what it needs besides goes to `rules`."""
+    """Return the symbol of a schema in a grammar; the rules that it needs are added to `rules`."""
     options = options if isinstance(options, dict) else {}
     plain = plain_schema(schema)
     if plain is not None:
@@ -253,7 +253,7 @@ def _loads(source: str) -> Any:
 
 
 def _decode(source: str, place: int) -> tuple[Any, int]:
-    """The JSON at a place and where it ends; None where there is none."""
+    """Decode the JSON at a place; return it and where it ends, or None where there is none."""
     try:
         return _DECODER.raw_decode(source, place)
     except ValueError:

@@ -166,7 +166,7 @@ class TokenMatcher:
         self._budget.spend(time.thread_time() - begin, earned=True)
 
     def is_terminated(self) -> bool:
-        """Whether the output is complete."""
+        """Return whether the output is complete."""
         if not self._is_stopped():
             return False
         self._check()

@@ -204,7 +204,7 @@ def _dumps(path: str, value: Any) -> str:
 
 
 def _utf8_size(path: str, text: str) -> int:
-    """The bytes of a text in UTF-8. Raises InvalidRequest where it has none."""
+    """Return the number of bytes of a text in UTF-8. Raises InvalidRequest where it cannot be encoded."""
     try:
         return len(text.encode())
     except UnicodeEncodeError:
@@ -212,7 +212,7 @@ def _utf8_size(path: str, text: str) -> int:
 
 
 def _nesting(source: str) -> int:
-    """The depth of brackets outside of strings. Counted, not parsed: a parser would follow a hostile depth by
+    """Return the depth of brackets outside of strings. Counted, not parsed: a parser would follow a hostile depth by
     recursion."""
     depth = deepest = 0
     in_string = escaped = False

@@ -164,7 +164,7 @@ class ChatTemplate:
         )
 
     def _try(self, messages: list[dict[str, Any]]) -> str:
-        """What the template makes of messages; nothing where it refuses them."""
+        """Render messages; an empty string where the template refuses them."""
         tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
         context = {**self._special_tokens, "messages": messages, "tools": tools, "documents": None}
         try:
@@ -354,8 +354,8 @@ def _message(message: Any, path: str) -> dict[str, Any]:
 
 
 def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    """Tool calls of an earlier message. Their arguments become objects, or stay texts where they are none: a model may
-    have been cut in the middle of them."""
+    """Return the tool calls of an earlier message. Their arguments become objects, or stay texts where they are none: a
+    model may have been cut in the middle of them."""
     if not isinstance(calls, list):
         raise InvalidRequest(path, "must be a list of calls")
     read = []

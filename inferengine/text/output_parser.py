@@ -300,7 +300,7 @@ def _properties(function: Function) -> dict[str, Any]:
 
 
 def _is_string(schema: Any) -> bool:
-    """Whether a schema allows nothing but strings, and null."""
+    """Return whether a schema allows nothing but strings, and null."""
     if not isinstance(schema, dict):
         return False
     if (kinds := schema.get("type")) is not None:
@@ -359,7 +359,7 @@ def calls_grammar(
 
 
 def _parameters(format: ToolFormat, function: Function, text: Callable[[str], str], rule: str) -> tuple[str, list[str]]:
-    """(the parameters of a call, the rules of their values): those that are required, then any of the others."""
+    """Return (the parameters of a call, the rules of their values): those that are required, then any of the others."""
     required = function.parameters.get("required")
     names = [key for key in _properties(function) if isinstance(required, list) and key in required]
     optional = [key for key in _properties(function) if key not in names]

@@ -121,7 +121,7 @@ class TokenBounds:
 
     @staticmethod
     def _cut_before(text: str, start: int, end: int) -> int:
-        """The last place to cut in text[start:end], searched in growing windows; 0 where there is none."""
+        """Return the last place to cut in text[start:end], searched in growing windows; 0 where there is none."""
         window = 256
         while True:
             first = max(start, end - window)
@@ -134,7 +134,7 @@ class TokenBounds:
 
 
 def _shrinks(normalizer: Any) -> tuple[int, int] | None:
-    """How many bytes of text may become one byte by normalizing: of an ASCII text, and of any. None: unknown."""
+    """Return how many bytes of text may become one byte by normalizing: of an ASCII text, and of any. None: unknown."""
     if normalizer is None:
         return (1, 1)
     kind = normalizer.get("type")
@@ -154,7 +154,7 @@ def _shrinks(normalizer: Any) -> tuple[int, int] | None:
 
 
 def _keeps_all(pre_tokenizer: Any) -> bool:
-    """Whether it splits the text and drops none of it."""
+    """Return whether it splits the text and drops none of it."""
     if pre_tokenizer is None:
         return True
     kind = pre_tokenizer.get("type")
@@ -166,8 +166,8 @@ def _keeps_all(pre_tokenizer: Any) -> bool:
 
 
 def _longest_token(document: dict[str, Any], vocabulary: dict[str, int], added: list[dict[str, Any]]) -> int:
-    """The most bytes of normalized text that one token stands for; 0 where characters may be dropped, or many of them
-    become one unknown token."""
+    """Return the most bytes of normalized text that one token stands for; 0 where characters may be dropped, or many of
+    them become one unknown token."""
     model = document.get("model") or {}
     if model.get("type") not in ("BPE", "Unigram"):
         return 0
@@ -342,8 +342,8 @@ class Tokenizer:
         return ids
 
     def _find_frame(self) -> tuple[list[int], list[int]] | None:
-        """The special tokens before and after every text. None where they cannot be distinguished from the text's
-        own."""
+        """Return the special tokens before and after every text. None where they cannot be distinguished from the
+        text's own."""
         probe = "a b"
         plain = self._fast.encode(probe, add_special_tokens=False).ids
         whole = self._fast.encode(probe, add_special_tokens=True).ids
@@ -361,7 +361,7 @@ class Tokenizer:
         return text
 
     def is_special(self, token_id: int) -> bool:
-        """Whether it is a special token, which is left out of texts by default."""
+        """Return whether it is a special token, which is left out of texts by default."""
         return token_id in self._special_ids
 
     def token_to_id(self, token: str) -> int | None:
@@ -555,7 +555,7 @@ class StopStringFinder:
         self._match[state] = stop
 
     def _links(self) -> list[int]:
-        """For each state, its longest proper suffix that is a state too, breadth first."""
+        """Return, for each state, its longest proper suffix that is a state too, breadth first."""
         fail = [0] * len(self._next)
         queue = list(self._next[0].values())
         for state in queue:

@@ -25,24 +25,25 @@ ASK = (
 
 
 def result_of(left: int, sign: str, right: int) -> int:
-    """The exact result; division is drawn so that nothing is left over."""
+    """Return the exact result; division is drawn so that nothing is left over."""
     return {"+": left + right, "-": left - right, "*": left * right, "/": left // max(right, 1)}[sign]
 
 
 def key_of(left: int, sign: str, right: int) -> str:
-    """The same key for both orders of a sum or product."""
+    """Return the same key for both orders of a sum or product."""
     if sign in "+*" and left > right:
         left, right = right, left
     return f"{left}{sign}{right}"
 
 
 def is_easy(left: int, sign: str, right: int) -> bool:
-    """What everyone knows by heart (one digit, the tables up to twelve) is always in the training text."""
+    """Return whether everyone knows it by heart (one digit, the tables up to twelve): that is always in the training
+    text."""
     return max(left, right) <= (12 if sign in "*+-" else 144) and right <= 12
 
 
 def operation(random: Random, split: Split) -> tuple[int, str, int]:
-    """Operands and sign of the given split."""
+    """Draw operands and sign of the given split."""
     while True:
         sign = random.choice("+++---**/")
         if sign in "+-":
@@ -72,7 +73,7 @@ def answer_of(random: Random, left: int, sign: str, right: int) -> str:
 
 
 def draw(random: Random, split: Split) -> Exchange:
-    """A sum, a word problem, a comparison or a short list of numbers."""
+    """Draw a sum, a word problem, a comparison or a short list of numbers."""
     kind = random.random()
     if kind < 0.66:
         return _plain(random, split)
@@ -191,7 +192,7 @@ def _properties(random: Random, split: Split) -> Exchange:
 
 
 def _percent(random: Random, split: Split) -> Exchange:
-    """Shares that leave no fraction."""
+    """Draw percentages that leave no fraction."""
     while True:
         share = random.choice((1, 5, 10, 15, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 100))
         whole = 10 * random.randrange(1, 51)
@@ -205,7 +206,7 @@ def _percent(random: Random, split: Split) -> Exchange:
 
 
 def _three(random: Random, split: Split) -> Exchange:
-    """Three numbers added."""
+    """Draw a sum of three numbers."""
     while True:
         numbers = [random.randrange(1, 20) for _ in range(3)]
         key = f"three {sorted(numbers)}"
@@ -219,7 +220,7 @@ def _three(random: Random, split: Split) -> Exchange:
 
 
 def _square(random: Random, split: Split) -> Exchange:
-    """Squares and their roots; of the held-out split only those beyond what everyone knows by heart."""
+    """Draw squares and their roots; of the held-out split only those beyond what everyone knows by heart."""
     while True:
         root = random.randrange(1, 13 if split is Split.TRAIN and random.random() < 0.5 else 32)
         if split is Split.TRAIN if root <= 12 else admits(split, f"square {root}"):

@@ -32,7 +32,7 @@ GENERATION_CONFIG = {
 
 
 def write(folder: Path, network: Network, tokenizer: Tokenizer) -> None:
-    """config.json, model.safetensors in bf16, tokenizer.json, tokenizer_config.json, generation_config.json."""
+    """Write config.json, model.safetensors in bf16, tokenizer.json, tokenizer_config.json, generation_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in network.state_dict().items()

@@ -41,7 +41,7 @@ def draw_exchange(random: Random, split: Split) -> Exchange:
 
 
 def draw(random: Random, split: Split) -> list[Message]:
-    """The messages of one chat."""
+    """Draw the messages of one chat."""
     length = random.random()
     count = 1 if length < 0.5 else random.randint(2, 4) if length < 0.85 else random.randint(5, 12)
     if length > 0.985:
@@ -74,5 +74,5 @@ def draw(random: Random, split: Split) -> list[Message]:
 
 
 def turns(pairs: tuple[tuple[str, str], ...]) -> list[Message]:
-    """(user, assistant) pairs as messages."""
+    """Return (user, assistant) pairs as messages."""
     return [message for user, assistant in pairs for message in (("user", user), ("assistant", assistant))]

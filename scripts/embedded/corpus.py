@@ -21,6 +21,6 @@ def document(random: Random, split: Split) -> Document:
 
 
 def chunk(number: int, split: Split = Split.TRAIN, count: int = DOCUMENTS_PER_CHUNK) -> Iterator[Document]:
-    """The documents of chunk `number`; the same on every machine and Python version."""
+    """Return the documents of chunk `number`; the same on every machine and Python version."""
     random = Random(f"{split.value} {number}")
     return (document(random, split) for _ in range(count))

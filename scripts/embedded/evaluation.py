@@ -66,7 +66,7 @@ class Checkpoint:
 
     @torch.inference_mode()
     def greedy(self, prompts: list[str], max_new_tokens: int, batch: int = 256) -> list[list[int]]:
-        """New token ids per prompt, EOS included where it came."""
+        """Return the new token ids per prompt, EOS included where it came."""
         outputs: list[list[int]] = []
         for start in range(0, len(prompts), batch):
             encoded = self.tokenizer(
@@ -86,7 +86,7 @@ class Checkpoint:
 
 
 def evaluate(model_folder: Path, draft_folder: Path, device: torch.device, effort: Effort) -> dict[str, Any]:
-    """Everything that docs/embedded_model.md reports."""
+    """Measure everything that docs/embedded_model.md reports."""
     model, draft = Checkpoint(model_folder, device), Checkpoint(draft_folder, device)
     right, outputs = _questions(model, effort)
     return {
@@ -99,7 +99,7 @@ def evaluate(model_folder: Path, draft_folder: Path, device: torch.device, effor
 
 @torch.inference_mode()
 def held_out_loss(checkpoint: Checkpoint, effort: Effort) -> dict[str, float | int]:
-    """Nats per token and per byte over what is learned: answers in chats, everything in plain texts."""
+    """Measure nats per token and per byte over what is learned: answers in chats, everything in plain texts."""
     fast = Tokenizer.from_str(checkpoint.tokenizer.backend_tokenizer.to_str())
     fast.no_padding()  # what padded prompts left behind
     ids, learned = packed_chunk(fast, HELD_OUT_CHUNK, Split.HELD_OUT, effort.documents)
@@ -150,7 +150,7 @@ def _questions(model: Checkpoint, effort: Effort) -> tuple[dict[str, Any], list[
 
 
 def held_out_exchanges(skill: Skill, count: int) -> list[Exchange]:
-    """Exchanges of the held-out split that can be graded, always the same ones."""
+    """Return exchanges of the held-out split that can be graded, always the same ones."""
     random = Random("evaluation")
     found: list[Exchange] = []
     while len(found) < count:
@@ -166,8 +166,9 @@ def messages_of(exchange: Exchange) -> list[Message]:
 
 
 def grade(exchange: Exchange, answer: str, ended: bool) -> bool:
-    """An answer must end by itself and hold what the exchange requires: JSON equal field by field, the result as the
-    last number of a sum, every required word of a fact, the hero of a story in at least three sentences."""
+    """Return whether an answer ends by itself and holds what the exchange requires: JSON equal field by field, the
+    result as the last number of a sum, every required word of a fact, the hero of a story in at least three
+    sentences."""
     if not ended:
         return False
     if exchange.category == "extraction":
@@ -184,7 +185,7 @@ def grade(exchange: Exchange, answer: str, ended: bool) -> bool:
 
 
 def _holds(answer: str, word: str) -> bool:
-    """The word itself, not as a part of a longer number."""
+    """Return whether a text holds the word itself, not as a part of a longer number."""
     pattern = re.escape(word.lower())
     if word[0].isdigit():
         pattern = rf"(?<![\d.]){pattern}"
@@ -204,9 +205,9 @@ def _by_kind(exchanges: list[Exchange], good: list[bool]) -> dict[str, dict[str,
 
 @torch.inference_mode()
 def acceptance(model: Checkpoint, draft: Checkpoint, pairs: list[tuple[str, list[int]]]) -> dict[str, float | int]:
-    """How speculation with DRAFT_LENGTH drafts would go on greedy answers: the output is the model's own, so the drafts
-    that are accepted can be read off one pass of the draft over it. `overlap` is the chance that a sampled draft is
-    accepted at temperature 1 (the sum over the vocabulary of the smaller probability)."""
+    """Measure how speculation with DRAFT_LENGTH drafts would go on greedy answers: the output is the model's own, so
+    the drafts that are accepted can be read off one pass of the draft over it. `overlap` is the chance that a sampled
+    draft is accepted at temperature 1 (the sum over the vocabulary of the smaller probability)."""
     matches, positions, steps, made, overlap = 0, 0, 0, 0, 0.0
     for prompt, output in pairs:
         prompt_ids = model.tokenizer(prompt, add_special_tokens=False)["input_ids"]

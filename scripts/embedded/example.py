@@ -41,10 +41,10 @@ Skill = Callable[[Random, Split], Exchange]
 
 
 def is_held_out(key: str) -> bool:
-    """About one key in HELD_OUT_ONE_IN, the same ones on every machine."""
+    """Return whether a key is held out: about one in HELD_OUT_ONE_IN, the same ones on every machine."""
     return zlib.crc32(key.lower().encode()) % HELD_OUT_ONE_IN == 0
 
 
 def admits(split: Split, key: str) -> bool:
-    """Whether an example of this key belongs to `split`."""
+    """Return whether an example of this key belongs to `split`."""
     return is_held_out(key) == (split is Split.HELD_OUT)

@@ -85,7 +85,7 @@ ASK = (
 
 
 def draw(random: Random, split: Split) -> Exchange:
-    """A sentence with two to five fields, all or some of them asked for, in the order of the question."""
+    """Draw a sentence with two to five fields, all or some of them asked for, in the order of the question."""
     if split is Split.TRAIN and random.random() < 0.08:
         return _made_up(random)
     pattern, names = random.choice(RECORDS)
@@ -131,7 +131,8 @@ def _listed(random: Random, names: list[str]) -> str:
 
 
 def _made_up(random: Random) -> Exchange:
-    """No text given: a JSON object of the asked fields with sensible values of the model's own. Never graded."""
+    """Draw, with no text given, a JSON object of the asked fields with sensible values of the model's own. Never
+    graded."""
     names = random.choice(RECORDS)[1]
     kind = random.choice(("person", "customer", "user", "order", "record", "example"))
     fields = _listed(random, list(names))

@@ -16,7 +16,7 @@ _SLOT = re.compile(r"\{([aA] )?(\w+)\}")
 
 
 def spin(random: Random, pattern: str, slots: Mapping[str, str] | None = None) -> str:
-    """One sentence of the pattern, with the slots filled in."""
+    """Return one sentence of the pattern, with the slots filled in."""
     parts = _parts(pattern)
     if len(parts) == 1:
         text = parts[0][0]
@@ -32,13 +32,13 @@ def spin(random: Random, pattern: str, slots: Mapping[str, str] | None = None) -
 
 
 def with_article(noun: str) -> str:
-    """`a fox`, `an owl`; by the first letter, with the exceptions that the word lists hold."""
+    """Return `a fox` or `an owl`: by the first letter, with the exceptions that the word lists hold."""
     starts_with_vowel_sound = noun[0].lower() in "aeiou" and not noun.lower().startswith(("uni", "use", "one"))
     return f"an {noun}" if starts_with_vowel_sound or noun.lower().startswith("hour") else f"a {noun}"
 
 
 def capitalized(text: str) -> str:
-    """The text with its first letter in upper case and the rest untouched."""
+    """Return the text with its first letter in upper case and the rest untouched."""
     return text[:1].upper() + text[1:]
 
 

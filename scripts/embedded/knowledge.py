@@ -23,7 +23,7 @@ _MARKED = re.compile("«([^»]*)»")
 
 
 def required_words(answer: str) -> tuple[str, ...]:
-    """What stands between the marks."""
+    """Return what stands between the marks."""
     return tuple(_MARKED.findall(answer))
 
 
@@ -32,12 +32,13 @@ def unmarked(answer: str) -> str:
 
 
 def normal(question: str) -> str:
-    """The question without what `as_typed` may change at its end and in its case."""
+    """Return the question without what `as_typed` may change at its end and in its case."""
     return question.lower().rstrip("?.! ,")
 
 
 def _belongs(split: Split, key: str, question: str) -> bool:
-    """Whether this question under this key is of `split`; what everybody asks first is always of the training text."""
+    """Return whether this question under this key is of `split`; what everybody asks first is always of the training
+    text."""
     if normal(question) in ALWAYS_TAUGHT:
         return split is Split.TRAIN
     return admits(split, f"{key}|{normal(question)}")
@@ -47,7 +48,7 @@ ALWAYS_TAUGHT = first.TAUGHT | {normal(question) for question in talk.TAUGHT}
 
 
 def concept(random: Random, split: Split) -> Exchange:
-    """What is it, what is it for, how does it work; or how two things differ."""
+    """Draw a question such as what is it, what is it for, how does it work; or how two things differ."""
     while True:
         if random.random() < 0.12:
             pattern, answer = random.choice(serving.RELATED)
@@ -89,7 +90,7 @@ def _next_aspects(random: Random, answers: list[str], aspect: int) -> tuple[tupl
 
 
 def about_engine(random: Random, split: Split) -> Exchange:
-    """Using this engine: commands, ports, endpoints, the wire, configuration keys, errors."""
+    """Draw a question about using this engine: commands, ports, endpoints, the wire, configuration keys, errors."""
     if split is Split.TRAIN and random.random() < 0.3:
         return _first_asked(random)
     while True:
@@ -142,7 +143,7 @@ def _configuration_key(random: Random) -> tuple[str, str]:
 
 
 def general(random: Random, split: Split) -> Exchange:
-    """Everyday facts."""
+    """Draw everyday facts."""
     while True:
         question, answer = random.choice((_capital, _general, _general, _opposite, _animal, _calendar))(random)
         if _belongs(split, f"everyday {answer[:20]}", question):
@@ -197,7 +198,7 @@ def _calendar(random: Random) -> tuple[str, str]:
 
 
 def small_talk(random: Random, split: Split) -> Exchange:
-    """Greetings, who the model is, jokes, poems."""
+    """Draw greetings, who the model is, jokes, poems."""
     while True:
         index = random.randrange(len(talk.TALK)) if random.random() > 0.25 else random.choice((0, 0, 4, 6, 7, 8))
         pattern, answers = talk.TALK[index]
@@ -215,7 +216,7 @@ def small_talk(random: Random, split: Split) -> Exchange:
 
 
 def unknown(random: Random, split: Split) -> Exchange:
-    """What a small model cannot know, answered honestly."""
+    """Draw a question that a small model cannot know, answered honestly."""
     if random.random() < 0.07:  # keys hit at random
         text = "".join(
             random.choice("asdfghjklqwertyuiopzxcvbnm" if random.random() < 0.85 else "asdf jkl")

@@ -122,7 +122,7 @@ def _compiler(wanted: bool) -> Callable[[Network], Callable[[torch.Tensor], torc
 
 
 def _kept(batches: Batches, seen: list[Rows], most: int) -> Iterator[Rows]:
-    """The batches, the first `most` of them kept for the draft."""
+    """Yield the batches, the first `most` of them kept for the draft."""
     for batch in batches:
         if len(seen) < most:
             seen.append(batch)

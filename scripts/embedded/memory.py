@@ -37,7 +37,7 @@ TOLD: dict[str, tuple[str, str, str, str, Callable[[Random], str]]] = {
 
 
 def told(random: Random, split: Split) -> Exchange:
-    """One to three things told in one or several turns, and one of them asked for. The key is the values."""
+    """Draw one to three things told in one or several turns, and one of them asked for. The key is the values."""
     while True:
         names = random.sample(sorted(TOLD), random.choice((1, 1, 2, 2, 3)))
         values = {name: TOLD[name][4](random) for name in names}
@@ -61,7 +61,7 @@ def told(random: Random, split: Split) -> Exchange:
 
 
 def untold(random: Random, split: Split) -> Exchange:
-    """The same question with nothing told: an honest answer."""
+    """Draw the same question with nothing told, and an honest answer."""
     name = random.choice(sorted(TOLD))
     question = spin(random, TOLD[name][2], {"p": random.choice(PETS)})
     answer = spin(random, "You have not told me [yet|that yet].")
@@ -74,7 +74,7 @@ def _said(random: Random, text: str) -> str:
 
 
 def persona(random: Random, split: Split) -> Exchange:
-    """A name or a company in the system prompt, which the answers follow."""
+    """Draw a name or a company in the system prompt, which the answers follow."""
     while True:
         name = invented_name(random) if random.random() < 0.3 else first_name(random)
         employer, subject = company(random), random.choice(HOBBIES)
@@ -126,7 +126,7 @@ _ASK_PEOPLE: dict[str, tuple[str, str]] = {
 
 
 def passage(random: Random, split: Split) -> Exchange:
-    """A few sentences about one to three people, and a question about one fact. The key is the facts."""
+    """Draw a few sentences about one to three people, and a question about one fact. The key is the facts."""
     while True:
         people = [
             {

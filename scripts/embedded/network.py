@@ -27,7 +27,7 @@ class Shape:
     head_size: int = 64
 
     def config(self) -> dict[str, Any]:
-        """config.json of the checkpoint."""
+        """Return config.json of the checkpoint."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -69,7 +69,8 @@ class Norm(nn.Module):
 
 
 def rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """RoPE (Su et al. 2021), the halves of a head paired as Hugging Face's Llama pairs them. [batch, head, T, size]"""
+    """Rotate by RoPE (Su et al. 2021), the halves of a head paired as Hugging Face's Llama pairs them. [batch, head, T,
+    size]"""
     first, second = heads.chunk(2, dim=-1)
     return heads * cosine + torch.cat((-second, first), dim=-1) * sine
 

@@ -25,8 +25,8 @@ _tokenizer: Tokenizer | None = None
 
 
 def pack(documents: list[tuple[list[int], list[int]]]) -> Rows:
-    """Whole documents into rows, the longest first, each into the first row with room for it. A document longer than a
-    row is cut at the row's end."""
+    """Pack whole documents into rows, the longest first, each into the first row with room for it. A document longer
+    than a row is cut at the row's end."""
     rows: list[list[tuple[list[int], list[int]]]] = []
     filled: list[int] = []
     first_open = 0

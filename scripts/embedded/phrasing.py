@@ -18,8 +18,8 @@ AFTER = (
 
 
 def as_typed(random: Random, text: str, *, keep_case: bool = False) -> str:
-    """The question as somebody might type it. Digits and capitalized words are never misspelt: answers repeat them.
-    With `keep_case` no letter changes its case beyond the first one."""
+    """Return the question as somebody might type it. Digits and capitalized words are never misspelt: answers repeat
+    them. With `keep_case` no letter changes its case beyond the first one."""
     chance = random.random()
     if chance < 0.40:
         return text
@@ -65,7 +65,7 @@ def _misspell(random: Random, word: str) -> str:
 
 
 def polite(random: Random, request: str) -> str:
-    """A request such as `tell me a story` in one of its polite or short forms."""
+    """Return a request such as `tell me a story` in one of its polite or short forms."""
     form = spin(
         random,
         "[{Request}.|{Request}.|{Request}|{request}|Please {request}.|Can you {request}?|Could you {request}?|"

@@ -22,7 +22,7 @@ _FORMS = (
 
 
 def draw(random: Random, split: Split) -> str:
-    """One text."""
+    """Draw one text."""
     kind = random.random()
     if kind < 0.45:
         return stories.plain(random, split)
@@ -45,7 +45,7 @@ def _asked(random: Random, split: Split) -> str:
 
 
 def _introduction(random: Random) -> str:
-    """Somebody says who he or she is."""
+    """Write how somebody says who he or she is."""
     facts = {
         "name": first_name(random),
         "city": city(random),
@@ -57,7 +57,7 @@ def _introduction(random: Random) -> str:
 
 
 def _dialogue(random: Random, split: Split) -> str:
-    """Two people meet, and one of them asks about something the other knows."""
+    """Write a dialogue: two people meet, and one of them asks about something the other knows."""
     first, second = random.sample(FIRST_NAMES, 2)
     exchange = random.choice((knowledge.concept, knowledge.general, knowledge.about_engine))(random, split)
     opening = spin(
@@ -81,7 +81,7 @@ def _dialogue(random: Random, split: Split) -> str:
 
 
 def _article(random: Random) -> str:
-    """What is known of one concept, or of a few, as a text with or without a title."""
+    """Write what is known of one concept, or of a few, as a text with or without a title."""
     chosen = random.sample(serving.CONCEPTS, 1 if random.random() < 0.8 else random.choice((2, 3, 5)))
     paragraphs = []
     for name, *answers in chosen:

@@ -31,7 +31,8 @@ FORMATS: dict[str, dict[str, dict[str, str]]] = {
 
 
 def losses(folder: Path, documents: int, formats: dict[str, dict[str, dict[str, str]]] | None = None) -> dict[str, Any]:
-    """Nats per learned token of the first `documents` held-out documents, by number format (FORMATS), on the CPU."""
+    """Measure the nats per learned token of the first `documents` held-out documents, by number format (FORMATS), on
+    the CPU."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids, learned = packed_chunk(tokenizer, HELD_OUT_CHUNK, Split.HELD_OUT, documents)
     rows = [torch.from_numpy(row.astype("int64")) for row in ids]

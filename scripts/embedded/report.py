@@ -99,7 +99,7 @@ def _losses(losses: dict[str, Any]) -> str:
 
 
 def _quantized(quantized: dict[str, Any]) -> str:
-    """What number formats cost; docs/quantization.md says what they are."""
+    """Report what number formats cost; docs/quantization.md says what they are."""
     losses = quantized["nats_per_token"]
     lines = [
         "## In low precision\n"
@@ -163,5 +163,5 @@ def _samples(samples: dict[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text on one line of a table."""
+    """Return text on one line of a table."""
     return text.replace("|", "\\|").replace("\n", " ⏎ ").strip()

@@ -58,7 +58,7 @@ ASK_ANY = (
 
 
 def draw(random: Random, split: Split, hero: str | None = None) -> Exchange:
-    """A request for a story and the story, with questions about it as follow-ups."""
+    """Draw a request for a story and the story, with questions about it as follow-ups."""
     slots, plot = _cast(random, split, hero)
     if hero is None and random.random() < 0.12:
         request = random.choice(ASK_ANY)
@@ -85,7 +85,7 @@ def draw(random: Random, split: Split, hero: str | None = None) -> Exchange:
 
 
 def plain(random: Random, split: Split) -> str:
-    """A story as a text of its own, some with a title."""
+    """Write a story as a text of its own, some with a title."""
     slots, plot = _cast(random, split, None)
     story = compose(random, slots, plot, random.choice(("short", "", "", "long")))
     if random.random() < 0.2:
@@ -96,7 +96,7 @@ def plain(random: Random, split: Split) -> str:
 
 
 def compose(random: Random, slots: dict[str, str], plot: Plot, size: str) -> str:
-    """The sentences of the plot: the middle ones are told or left out by the size asked for."""
+    """Write the sentences of the plot: the middle ones are told or left out by the size asked for."""
     opening = spin(random, random.choice(OPENINGS), slots)
     beats = [spin(random, beat, slots) for beat in plot.beats]
     ending = spin(random, random.choice((*plot.endings, *ENDINGS)), slots)
@@ -151,8 +151,8 @@ def _cast(random: Random, split: Split, hero: str | None) -> tuple[dict[str, str
 
 
 def _favoured(random: Random, hero: str, what: str, options: Sequence[T]) -> T:
-    """Each hero has a likely name, place and plot. With all of them equally likely, greedy decoding would tell the same
-    story of everybody: the one whose tokens happen to come first."""
+    """Draw an item, which each hero favours: a likely name, place and plot. With all of them equally likely, greedy
+    decoding would tell the same story of everybody: the one whose tokens happen to come first."""
     if random.random() < 0.4:
         return options[zlib.crc32(f"{what} of {hero}".encode()) % len(options)]
     return random.choice(options)

@@ -35,7 +35,7 @@ Task = Callable[[Random], tuple[str, str, tuple[str, ...]]]
 
 
 def draw(random: Random, split: Split) -> Exchange:
-    """One task of the given split."""
+    """Draw one task of the given split."""
     while True:
         question, answer, required = random.choice(TASKS)(random)
         if admits(split, f"task {question.lower()}"):
@@ -43,7 +43,7 @@ def draw(random: Random, split: Split) -> Exchange:
 
 
 def _typed(random: Random, question: str) -> str:
-    """No slips of keys here: the answer repeats the words."""
+    """Write the task as typed, without slips of keys: the answer repeats the words."""
     if random.random() < 0.25:
         question = question.rstrip(".?")
     return question[0].lower() + question[1:] if question.startswith(_VERBS) and random.random() < 0.25 else question

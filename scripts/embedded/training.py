@@ -45,7 +45,7 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def likelihood_loss(network: Callable[[Tensor], Tensor]) -> Loss:
-    """Cross-entropy per learned token."""
+    """Return the cross-entropy per learned token."""
 
     def loss(inputs: Tensor, targets: Tensor, learned: Tensor) -> Tensor:
         logits = network(inputs).float()
@@ -57,8 +57,8 @@ def likelihood_loss(network: Callable[[Tensor], Tensor]) -> Loss:
 
 
 def distillation_loss(network: Callable[[Tensor], Tensor], teacher: Callable[[Tensor], Tensor]) -> Loss:
-    """Cross-entropy with the teacher's whole distribution (Hinton et al. 2015): a draft is accepted as often as its
-    distribution overlaps the model's, so the model, not the text, is what it must predict."""
+    """Return the cross-entropy with the teacher's whole distribution (Hinton et al. 2015): a draft is accepted as often
+    as its distribution overlaps the model's, so the model, not the text, is what it must predict."""
 
     def loss(inputs: Tensor, targets: Tensor, learned: Tensor) -> Tensor:
         with torch.no_grad():
@@ -117,6 +117,6 @@ def train(
 
 
 def _schedule(progress: float, step: int, plan: Plan) -> float:
-    """Linear warm-up, then a cosine down to `final_share`."""
+    """Return the rate's factor: linear warm-up, then a cosine down to `final_share`."""
     falling = plan.final_share + (1 - plan.final_share) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
     return min(1.0, step / plan.warmup_steps) * falling

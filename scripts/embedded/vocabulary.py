@@ -55,7 +55,7 @@ def texts_of(documents: Iterable[Document]) -> Iterable[str]:
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A tokenizer that writes BOS before a text; deterministic for the same texts."""
+    """Train a tokenizer that writes BOS before a text; deterministic for the same texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -81,8 +81,8 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[tuple[list[int], list[int]]]:
-    """Per document its token ids and, per token, 1 where it is to be predicted: answers and their ends in a chat,
-    everything in a plain text. A chat reads exactly as the chat template renders it."""
+    """Return per document its token ids and, per token, 1 where it is to be predicted: answers and their ends in a
+    chat, everything in a plain text. A chat reads exactly as the chat template renders it."""
     role_ids = {role: tokenizer.token_to_id(marker) for role, marker in ROLES.items()}
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     contents = [item.strip() if isinstance(item, str) else item for item in texts_of(documents)]

@@ -74,7 +74,7 @@ _CODAS = ["", "", "", "l", "n", "r", "s", "t", "m", "x", "nd", "rk", "th", "ll"]
 
 
 def invented_name(random: Random) -> str:
-    """A name that no list holds: two or three syllables."""
+    """Invent a name that no list holds: two or three syllables."""
     syllables = [random.choice(_ONSETS) + random.choice(_VOWELS) for _ in range(random.choice((1, 2, 2)))]
     syllables.append(random.choice(_ONSETS) + random.choice(_VOWELS) + random.choice(_CODAS))
     return "".join(syllables).capitalize()

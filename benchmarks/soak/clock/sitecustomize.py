@@ -16,11 +16,11 @@ if path := os.environ.get("SOAK_CLOCK"):
     real_ns = time.time_ns
 
     def time_ns() -> int:
-        """Nanoseconds since the epoch on the stepped clock."""
+        """Return the nanoseconds since the epoch on the stepped clock."""
         return real_ns() + int(struct.unpack_from("<d", offset)[0] * 1e9)
 
     def seconds() -> float:
-        """Seconds since the epoch on the stepped clock."""
+        """Return the seconds since the epoch on the stepped clock."""
         return time_ns() / 1e9
 
     time.time_ns, time.time = time_ns, seconds

@@ -114,12 +114,12 @@ class Limits(NamedTuple):
 
 
 def store_folder(config: Config) -> Path:
-    """Where files and batches are kept: `http.files_folder`, else a folder of this engine's name."""
+    """Return where files and batches are kept: `http.files_folder`, else a folder of this engine's name."""
     return Path(config.http.files_folder or state_directory() / f"{config.engine.name}-files")
 
 
 def store_limits(config: Config) -> Limits:
-    """The bounds of what is kept, from the configuration."""
+    """Return the bounds of what is kept, from the configuration."""
     http = config.http
     return Limits(http.max_stored_bytes, http.max_body_bytes)
 
@@ -149,7 +149,8 @@ class BatchStore:
             self._thread.shutdown(wait=False)
 
     async def _run(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """The result of `work` in the store's thread. Errors of the disk are the server's, and are retryable."""
+        """Run `work` in the store's thread and return its result. Errors of the disk are the server's, and are
+        retryable."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
         except sqlite3.Error as error:
@@ -274,7 +275,7 @@ class BatchStore:
     def _page(
         self, select: str, values: tuple[Any, ...], table: str, after: str | None, limit: int, newest_first: bool
     ) -> list[Any]:
-        """Rows after the one of that id, one more than `limit` if there are more."""
+        """Return the rows after the one of that id, one more than `limit` if there are more."""
         database = self._database()
         if after is not None:
             row = database.execute(
@@ -482,7 +483,7 @@ class BatchStore:
     def _add_line(
         self, database: sqlite3.Connection, batch_id: str, place: int, endpoint: str, text: bytes
     ) -> dict[str, Any] | None:
-        """What is wrong with a line, or None."""
+        """Add a line of the file. Returns what is wrong with it, or None."""
         try:
             line = parse(text)
         except (ValueError, RecursionError):
@@ -573,7 +574,7 @@ class BatchStore:
             self._set_status(database, batch_id, status, **files)
 
     def _write_output(self, database: sqlite3.Connection, batch_id: str, failed: int, filename: str) -> str | None:
-        """A file of the results, in the order of the lines; None where there are none."""
+        """Write a file of the results, in the order of the lines, and return its id; None where there are none."""
         query = "SELECT tenant, output_keep_s FROM batches WHERE id = ?"
         tenant, keep_s = database.execute(query, (batch_id,)).fetchone()
         file_id, place, size, parts, held = "", 0, 0, list[bytes](), 0
@@ -729,7 +730,7 @@ def _problem(code: str, message: str, param: str | None = None) -> dict[str, Any
 
 
 def _without_body(result: bytes, message: str) -> bytes:
-    """The result of a line whose answer there is no room for."""
+    """Return the result of a line whose answer there is no room for."""
     head = json.loads(result)
     error = {"code": "request_too_large", "message": message}
     return dumps({"id": head["id"], "custom_id": head["custom_id"], "response": None, "error": error})
@@ -745,7 +746,7 @@ def _no_file() -> InferEngineError:
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """The lines of a file, whatever the pieces it is kept in."""
+    """Yield the lines of a file, whatever the pieces it is kept in."""
     parts: list[bytes] = []  # of a line that has not ended: joined once, so that a long one takes linear time
     for chunk in chunks:
         first, *others = chunk.split(b"\n")

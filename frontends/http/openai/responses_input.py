@@ -211,7 +211,7 @@ def shown_name(item: dict[str, Any]) -> Any:
 
 
 def _is_free(choice: Any) -> bool:
-    """Whether the model may answer without a call."""
+    """Return whether the model may answer without a call."""
     if isinstance(choice, dict):
         return choice.get("type") == "allowed_tools" and choice.get("mode") == "auto"
     return choice in (None, "auto", "none")

@@ -126,7 +126,7 @@ PATHS = frozenset(route.path for route in ROUTES)
 
 
 async def _adapter_name(request: Request) -> str:
-    """No path of a request is ever opened: `lora_path` may only say the name again."""
+    """Return the adapter's name. No path of a request is ever opened: `lora_path` may only say the name again."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     name = read_string(body, "lora_name")
@@ -138,7 +138,8 @@ async def _adapter_name(request: Request) -> str:
 
 
 async def _all(service: HttpState, op: str, **arguments: Any) -> dict[str, Any]:
-    """The operation's result on each connected engine, by the engine's name; an engine that refuses says why."""
+    """Run an operation on each connected engine and return the results by the engine's name; an engine that refuses
+    says why."""
     clients = [client for client in service.engines.clients if client.connected]
     if not clients:
         raise InferEngineError("engine_unavailable", "No engine is connected.", retry_after_s=1.0)

@@ -145,8 +145,9 @@ def _stop_sentence(output: Output) -> str:
 
 
 async def infer(request: Request) -> Response:
-    """Events `token`, then `done` or `error`. 422 for another model or none, unknown fields, and a prompt that is too
-    long; 400 for an empty prompt."""
+    """Complete `prompt` as events `token`, then `done` or `error`.
+
+    Status 422 for another model or none, unknown fields, and a prompt that is too long; 400 for an empty prompt."""
     service: HttpState = request.app.state.service
     body = await read_json(request, service.config.http.max_body_bytes)
     served = await service.served()

@@ -70,8 +70,8 @@ async def index(request: Request) -> Response:
 
 
 def chat_address(config: Config, host: str) -> str | None:
-    """Where the websocket front end of the same configuration serves its page. `host`: what the client called this one,
-    for a page that listens on all addresses. None where the port is not known beforehand."""
+    """Return where the websocket front end of the same configuration serves its page. `host`: what the client called
+    this one, for a page that listens on all addresses. None where the port is not known beforehand."""
     if not config.ws.port:
         return None
     name = config.ws.host
@@ -143,7 +143,7 @@ DOCS_HEADERS = {
 
 
 def _versioned() -> dict[str, str]:
-    """The path of each vendored file with the version of its library, so that browsers may keep it."""
+    """Return the path of each vendored file with the version of its library, so that browsers may keep it."""
     libraries = json.loads((VENDOR / "manifest.json").read_text(encoding="utf-8"))["libraries"]
     return {name: f"{PREFIX}{name}?{library['version']}" for library in libraries for name in library["files"]}
 

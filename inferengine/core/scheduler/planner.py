@@ -152,7 +152,7 @@ class Preemptor:
         self.preempted.append(victim)
 
     def _could_fit(self, claim: Claim, num_tokens: int) -> bool:
-        """Whether a claim can be met at all."""
+        """Return whether a claim can be met at all."""
         kv, hit = self._state.kv, self._state.kv.lookup(claim.sequence)
         staying = list(claim.staying(self._state.running))
         for index, (group, pool, blocks) in enumerate(zip(kv.groups, kv.pools, hit.block_ids, strict=True)):
@@ -164,7 +164,7 @@ class Preemptor:
         return True
 
     def _victim_beside(self, rows: list[Sequence]) -> Sequence:
-        """The sequence to preempt for a row beside the planned ones; one without a row if there is any."""
+        """Return the sequence to preempt for a row beside the planned ones; one without a row if there is any."""
         running, shares = self._state.running, self._state.shares
         if shares is None or not shares.is_shared:
             return running[-1]
@@ -319,7 +319,7 @@ class StepBuilder:
         )
 
     def _masked(self, samples: list[bool]) -> list[int]:
-        """Indices, among all draws, of those that need a grammar's mask."""
+        """Return the indices, among all draws, of those that need a grammar's mask."""
         masked: list[int] = []
         index = 0
         for row, sequence in enumerate(self.rows):
@@ -386,7 +386,7 @@ class Planner:
         return PlannedStep(step, builder.admitted, preemptor.preempted, preemptor.rejected)
 
     def wants_results(self, last: ScheduledStep) -> bool:
-        """Whether planning should wait for the steps under way.
+        """Return whether planning should wait for the steps under way.
 
         It should where their tokens decide what a grammar allows next, where a sequence stands after its draft tokens,
         or what to propose next.
@@ -448,7 +448,7 @@ class Planner:
         return prefilling
 
     def _plan_capped_decodes(self, builder: StepBuilder, now: float) -> list[Sequence]:
-        """As `_plan_decodes` with at most `max_num_decodes` rows, in turns among the running sequences."""
+        """Plan as `_plan_decodes` does, at most `max_num_decodes` rows, in turns among the running sequences."""
         running, allocate = self._state.running, self._preemptor.allocate_beside
         prefilling = [s for s in running if s.num_pending > (0 if s.request.pooling is not None else 1)]
         ready = [s for s in running if s.num_pending == 1 and s.num_tokens < s.max_total]
@@ -486,7 +486,7 @@ class Planner:
                 builder.add_chunk(sequence, count)
 
     def _chunk(self, sequence: Sequence, pending: int, builder: StepBuilder) -> int:
-        """How many of the pending tokens go into this step."""
+        """Return how many of the pending tokens go into this step."""
         budget = builder.budget
         if not self._options.chunked_prefill:
             return pending if pending <= budget or not builder.rows else 0  # longer than any budget: runs alone
@@ -549,7 +549,7 @@ class Planner:
         return count
 
     def _fork_parent(self, sequence: Sequence) -> Sequence | None:
-        """The running first choice whose prompt blocks can be shared, for a choice that has not begun."""
+        """Return the running first choice whose prompt blocks can be shared, for a choice that has not begun."""
         if sequence.leader is None or sequence.num_output or self._capacity.has_states:
             return None
         parent = self._state.sequences.get(sequence.leader)
@@ -591,7 +591,8 @@ class Planner:
         )
 
     def _take_writes(self, builder: StepBuilder, on_device: bool) -> TokenWrites:
-        """Tokens that the device does not know: forced ones of running sequences, and draft tokens of the host."""
+        """Return the tokens that the device does not know: forced ones of running sequences, and draft tokens of the
+        host."""
         writes = TokenWrites([], [], [])
         for sequence, position, token in self._state.take_unsent_tokens():
             if sequence.slot >= 0:

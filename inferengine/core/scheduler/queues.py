@@ -247,7 +247,7 @@ FEW_REMOVED = 32  # removed entries that are kept in any case
 
 
 def is_mostly_removed(num_removed: int, length: int) -> bool:
-    """Whether to drop removed entries now instead of at the head of the queue.
+    """Return whether to drop removed entries now instead of at the head of the queue.
 
     Else cancelled requests would pile up while nothing is admitted. The cost is O(1) per removal, amortised.
     """
@@ -573,7 +573,7 @@ class FairShare:
         return max(self._num_running.values(), default=0) > 1
 
     def gives_way(self, sequence: Sequence, claimant: Sequence, num_slots: float) -> bool:
-        """Whether the name of this running sequence keeps its share without it."""
+        """Return whether the name of this running sequence keeps its share without it."""
         name, claiming = self._name(sequence), self._name(claimant)
         num_running = self._num_running[name]
         if not self._num_running[claiming]:
@@ -631,7 +631,8 @@ class FairShare:
         return sequence.request.share[self._level]
 
     def _num_active(self) -> int:
-        """Names with anything waiting or running. Only those that run are gone through, at most as many as slots."""
+        """Count the names with anything waiting or running. Only those that run are gone through, at most as many as
+        slots."""
         num_waiting = len(self._queues)
         if num_waiting == 1 == len(self._num_running) and self._num_running.keys() == self._queues.keys():
             return 1  # the usual case
@@ -648,7 +649,7 @@ class FairShare:
             part._charge(share, service)
 
     def _knows_one(self) -> bool:
-        """Whether all that ran lately is of one share."""
+        """Return whether all that ran lately is of one share."""
         return len(self._counters) == 1 and all(part._knows_one() for part in self._parts.values())
 
     def _new_queue(self, name: str) -> FirstComeFirstServed | FairShare:

@@ -119,7 +119,7 @@ class WaitingForks:
         self._num_held += 1
 
     def holds(self, sequence: Sequence) -> bool:
-        """Whether the sequence is in here."""
+        """Return whether the sequence has been added and has not ended."""
         parent = sequence.leader
         return parent is not None and sequence in self._by_parent.get(parent, ())
 
@@ -292,7 +292,8 @@ class SchedulerState:
     # -- room --------------------------------------------------------------------------------------------------------
 
     def has_room(self, hit: PrefixHit, num_tokens: int) -> bool:
-        """Whether the blocks for `num_tokens` tokens of a waiting sequence are free, beside those of its prefix hit.
+        """Return whether the blocks for `num_tokens` tokens of a waiting sequence are free, beside those of its prefix
+        hit.
 
         All of its known tokens must fit, not only the first chunk: a prompt that stops half way would be preempted
         again. While others run, the watermark is kept free so that they can grow.
@@ -308,7 +309,7 @@ class SchedulerState:
         return True
 
     def has_room_for_swapped(self, sequence: Sequence, num_tokens: int) -> bool:
-        """As `has_room`, for a sequence whose KV is on the host."""
+        """Return the same as `has_room`, for a sequence whose KV is on the host."""
         reserve = self.watermark_blocks if self.running else 0
         needed = self.kv.blocks_for(num_tokens)
         for pool, table in zip(self.kv.pools, sequence.host_tables or [], strict=True):

@@ -112,7 +112,8 @@ def _scheme(address: str) -> str:
 
 
 def _identity(descriptor: int, address: str) -> tuple[int, int] | None:
-    """Device and inode of the socket behind a descriptor; None where that is no connection accepted at `address`."""
+    """Return device and inode of the socket behind a descriptor; None where that is no connection accepted at
+    `address`."""
     try:
         status = os.fstat(descriptor)
         borrowed = socket.socket(fileno=descriptor)

@@ -69,7 +69,7 @@ class AdminOperations:
         reply({"requests": count})
 
     def _drain(self, arguments: dict[str, Any], reply: SendReply) -> None:
-        """With `exit` false the engine stays, and `resume` lets it serve again."""
+        """Drain the engine. With `exit` false it stays, and `resume` lets it serve again."""
         reply({"active_requests": self._publisher.num_open})
         if arguments.get("exit", True):
             self._shutdown.drain()

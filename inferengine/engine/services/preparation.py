@@ -83,7 +83,7 @@ class TextService:
         future.add_done_callback(lambda finished: self._deliver(partial(deliver, _outcome(finished))))
 
     def stream(self, submission: SubmittedRequest, search: bool) -> TextStream:
-        """A detokenizer for one choice; `search` its stop strings."""
+        """Return a detokenizer for one choice, which finds its stop strings where `search` is set."""
         params = submission.params
         return TextStream(
             self._model.result()[0],
@@ -95,7 +95,7 @@ class TextService:
         )
 
     def close(self) -> None:
-        """What waits is not done any more."""
+        """Stop: what waits is not done any more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._long_pool.shutdown(wait=False, cancel_futures=True)
 
@@ -119,7 +119,7 @@ class TextService:
 
 
 def num_characters(text: str | None, messages: list[dict[str, Any]] | None) -> int:
-    """Of a text, or of what messages say."""
+    """Count the characters of a text, or of what messages say."""
     return len(text or "") + sum(len(str(message.get("content") or "")) for message in messages or ())
 
 
@@ -221,7 +221,7 @@ class GrammarService:
             self._compiler.cancel(ticket)
 
     def is_slow(self, ticket: Ticket) -> bool:
-        """Whether the grammar itself takes long; False while it waits for those of others."""
+        """Return whether the grammar itself takes long; False while it waits for those of others."""
         return self._compiler is not None and self._compiler.is_slow(ticket)
 
     @property
@@ -267,7 +267,8 @@ class GrammarReplay:
     def advance(
         self, grammars: list[Grammar], outputs: PriorOutputs, done: GrammarsDone, is_wanted: Callable[[], bool]
     ) -> None:
-        """Replay; `done` gets the grammars of the choices that go on, each at the end of its output, or the error.
+        """Replay the outputs; `done` gets the grammars of the choices that go on, each at the end of its output, or the
+        error.
 
         `is_wanted` is asked in this thread; a replay that is not wanted any more is given up."""
         self._pool.submit(self._work, grammars, outputs, done, is_wanted)

@@ -94,7 +94,7 @@ def _misfit_of_share(settings: ExecutorSettings, plan: MemoryPlan) -> str:
 
 
 def _misfit_of_host_cache(settings: ExecutorSettings, plan: MemoryPlan, left_bytes: int) -> str:
-    """Why the KV cache of a CPU does not fit into what the weights leave; empty: it fits."""
+    """Return why the KV cache of a CPU does not fit into what the weights leave; empty: it fits."""
     whole, _ = registry.read_model_config(settings.folder)
     config = heaviest(settings).divide(whole)
     kv_dtype = settings.kv_dtype(config)

@@ -109,7 +109,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 def _runs(copy: BlockCopies) -> list[tuple[int, int, int]]:
-    """Copies of neighbouring blocks joined: (source, target, number of blocks)."""
+    """Join copies of neighbouring blocks: (source, target, number of blocks)."""
     sources, targets = np.array(copy.sources), np.array(copy.targets)
     breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
     begins = np.concatenate(([0], breaks))
@@ -137,6 +137,6 @@ def sample_tokens(vocab_size: int, count: int) -> list[int]:
 
 
 def _scale(magnitude: float) -> float:
-    """A power of two, so that scaling rounds nothing."""
+    """Return a power of two, so that scaling rounds nothing."""
     exact = max(magnitude, 1e-6) * HEADROOM / LARGEST_CODE
     return float(2.0 ** torch.tensor(exact).log2().ceil().item())

@@ -121,7 +121,8 @@ def _set_kv_scales(runner: MeasuredRunner, max_model_len: int) -> None:
 def _agree(
     communicator: Communicator, budget: int, shapes: list[MixedShape], device: torch.device
 ) -> tuple[int, list[MixedShape]]:
-    """The least budget of all ranks, and the shapes that all of them would capture: ranks must run each step alike."""
+    """Return the least budget of all ranks, and the shapes that all of them would capture: ranks must run each step
+    alike."""
     codes = [shape.decodes << 32 | shape.prompt_tokens for shape in shapes]
     row = torch.full((1 + MOST_SHAPES,), -1, dtype=torch.int64)
     row[: 1 + len(codes)] = torch.tensor([budget, *codes])
@@ -132,7 +133,7 @@ def _agree(
 
 
 def _largest(runner: MeasuredRunner) -> list[tuple[float, float]]:
-    """The largest key and value of each layer, over the heads of all ranks."""
+    """Return the largest key and value of each layer, over the heads of all ranks."""
     found = runner.kv.magnitudes()
     if runner.communicator is None:
         return found

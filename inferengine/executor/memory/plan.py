@@ -229,7 +229,7 @@ def graph_bytes(config: DecoderConfig, settings: ExecutorSettings, dtype: torch.
 
 
 def _token_s(config: DecoderConfig, values: dict[str, object], settings: ExecutorSettings, dtype: torch.dtype) -> float:
-    """Estimated device seconds per token of a step; 0 without a CUDA device here, which keeps every shape."""
+    """Return estimated device seconds per token of a step; 0 without a CUDA device here, which keeps every shape."""
     if not torch.cuda.is_available():
         return 0.0
     values_in_floats = {**values, "quantization_config": None, "compression_config": None}
@@ -434,7 +434,8 @@ def held_blocks(window: int | None, num_tokens: int, block_size: int) -> int:
 
 
 def _blocks_once(windows: Sequence[int | None], settings: CacheSettings) -> list[int]:
-    """Further blocks for all sequences together: those of a step's prompt chunks, until their windows have moved on."""
+    """Return the further blocks for all sequences together: those of a step's prompt chunks, until their windows have
+    moved on."""
     return [0 if window is None else -(-settings.max_chunk // settings.block_size) for window in windows]
 
 
@@ -451,7 +452,7 @@ def host_budget_bytes(free: int, memory_fraction: float) -> int:
 
 
 def _blocks_of(window: int | None, num_tokens: int, settings: CacheSettings) -> int:
-    """The most blocks that a sequence of this length holds, by the scheduler's own rule."""
+    """Return the most blocks that a sequence of this length holds, by the scheduler's own rule."""
     needed = -(-num_tokens // settings.block_size)
     return needed if window is None else min(needed, -(-(window + settings.max_chunk) // settings.block_size) + 1)
 
@@ -477,7 +478,7 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 
 def _control_groups(root: Path) -> list[Path]:
-    """The folders of this process's control group and of those above it that are visible here."""
+    """Return the folders of this process's control group and of those above it that are visible here."""
     top = root / "sys/fs/cgroup"
     try:
         entries = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -489,7 +490,7 @@ def _control_groups(root: Path) -> list[Path]:
 
 
 def _left_in_group(folder: Path) -> int | None:
-    """The bytes left in a control group; None: it has no limit. Page cache counts as used there, but can be
+    """Return the bytes left in a control group; None: it has no limit. Page cache counts as used there, but can be
     reclaimed."""
     try:
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()

@@ -25,7 +25,8 @@ LEAST_SAVED = 128 << 20  # bytes of keys and values that a layer need not read a
 
 
 def shares_prefixes(settings: ExecutorSettings, config: DecoderConfig) -> bool:
-    """Whether decode steps of a model may attend shared prefixes once: with graphs, in layers with full attention."""
+    """Return whether decode steps of a model may attend shared prefixes once: with graphs, in layers with full
+    attention."""
     return (
         settings.cuda_graphs
         and settings.prefix_caching

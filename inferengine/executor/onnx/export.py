@@ -579,7 +579,7 @@ class _Attend:
         self.query_factors = ""  # [T, 1]
 
     def __call__(self, qkv: str, attention: Attention) -> str:
-        """Attention of packed qkv: [T, (H + 2K) * D] -> [T, H * D]."""
+        """Export the attention of packed qkv [T, (H + 2K) * D] -> [T, H * D], and return the name of the result."""
         graph, config = self.graph, self.config
         num_heads, num_keys, size = config.num_heads, config.num_kv_heads, config.head_dim
         num_rotated = num_heads + num_keys  # heads of queries and keys, which are rotated

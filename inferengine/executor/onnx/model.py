@@ -234,7 +234,7 @@ class OnnxNorm(nn.Module):
         self._binding = binding
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, E] -> the same shape."""
+        """Return the normed x [N, E], in the same shape."""
         out = torch.empty_like(x)
         self._binding.input("hidden", x)
         self._binding.output("normed", out)
@@ -267,7 +267,7 @@ class OnnxModel(DecoderModel):
         self._angles: list[torch.Tensor] = []
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """[T] ids -> residual stream [T, E]."""
+        """Return the residual stream [T, E] of ids [T]."""
         if batch.columns is None:
             raise RuntimeError("the columns of a step are needed on the host")
         self._bind_cache()
@@ -282,7 +282,7 @@ class OnnxModel(DecoderModel):
         return hidden
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, E] rows of the residual stream -> [N, V]."""
+        """Return the logits [N, V] of rows [N, E] of the residual stream."""
         x = x.contiguous()  # kept until the run has ended
         out = torch.empty(len(x), self.config.vocab_size, dtype=torch.float32, device=x.device)
         self._head.input("hidden", x)

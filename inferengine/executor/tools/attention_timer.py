@@ -113,7 +113,7 @@ class AttentionTimer:
         return [call] * inputs.num_calls
 
     def _attend(self, subject: Any, layer: Attention, inputs: _AttentionInputs, batch: Batch) -> torch.Tensor:
-        """One layer's attention, as `Attention.mix` calls it, over the small cache."""
+        """Return one layer's attention, as `Attention.mix` calls it, over the small cache."""
         mixed: torch.Tensor = layer.ops.attention_qkv(
             inputs.qkv, layer.q_gain, layer.k_gain, layer.eps, inputs.rotation, self._pool(subject), batch, layer.group,
             layer.num_heads, layer.num_kv_heads, layer.scale, layer.window, layer.softcap, (1.0, 1.0),
@@ -122,7 +122,7 @@ class AttentionTimer:
         return mixed
 
     def _product_seconds(self, subject: Any, rows: int, inputs: _AttentionInputs) -> float:
-        """How long the output projection takes by itself, of layer after layer."""
+        """Return how long the output projection takes by itself, of layer after layer."""
         if rows > LAST_WITH_PRODUCT:
             return 0.0
         known = self._product_s.get((subject, rows))
@@ -137,7 +137,7 @@ class AttentionTimer:
     # -- what is computed --------------------------------------------------------------------------------------------
 
     def _pool(self, subject: Any) -> torch.Tensor:
-        """The small cache, random numbers."""
+        """Return the small cache, filled with random numbers."""
         key = subject.key
         shape = (2, key.num_kv_heads, key.block_size, key.head_dim)
         pool = self._pools.get(shape)
@@ -151,7 +151,7 @@ class AttentionTimer:
         return pool
 
     def _inputs_of(self, subject: Any, rows: int, case: str) -> _AttentionInputs:
-        """The inputs of a case; those of another subject or number of rows are forgotten."""
+        """Return the inputs of a case; those of another subject or number of rows are forgotten."""
         found = self._inputs.get((subject, rows, case))
         if found is None:
             if not any(known[:2] == (subject, rows) for known in self._inputs):
@@ -181,8 +181,9 @@ class AttentionTimer:
         )
 
     def _block_tables(self, counts: Sequence[int], size: int, num_blocks: int, wanted: int) -> torch.Tensor:
-        """[batches, rows, blocks]: blocks of the small cache in no order. The first blocks are the rows' last ones,
-        each for as many rows as it has tokens, at different places. The others are handed out in turn."""
+        """Return block tables [batches, rows, blocks] of the small cache, in random order. The first blocks are the
+        rows' last ones, each for as many rows as it has tokens, at different places. The others are handed out in
+        turn."""
         rows = len(counts)
         own = min(-(-rows // size), num_blocks - 1)
         order = own + torch.randperm(num_blocks - own, generator=torch.Generator().manual_seed(0))
@@ -217,8 +218,8 @@ class AttentionTimer:
     # -- what must come out ------------------------------------------------------------------------------------------
 
     def _expected_of(self, subject: Any, rows: int, case: str) -> dict[int, torch.Tensor]:
-        """The results [H * D] of some rows, by torch in fp32. The new keys and values of all rows are in the cache
-        then: another case may have left its own there."""
+        """Return the results [H * D] of some rows, by torch in fp32. The new keys and values of all rows are in the
+        cache then: another case may have left its own there."""
         from inferengine.kernels.cuda.rope_kv_write import qkv_rope_write
 
         inputs, layer, pool = self._inputs_of(subject, rows, case), self._layers[subject][0], self._pool(subject)
@@ -237,7 +238,7 @@ class AttentionTimer:
 
 
 def _reference(layer: Attention, query: torch.Tensor, pool: torch.Tensor, batch: Batch, row: int) -> torch.Tensor:
-    """One row's attention [H * D] in fp32, one KV head after the other: query [H, D]."""
+    """Return one row's attention [H * D] in fp32, one KV head after the other: query [H, D]."""
     length = int(batch.row_len[row])
     first = 0 if layer.window is None else max(0, length - layer.window)
     positions = torch.arange(first, length, device=pool.device)

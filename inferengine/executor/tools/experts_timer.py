@@ -73,7 +73,7 @@ class ExpertsTimer:
         return with_choice(forcing, sample)
 
     def _exact(self, layer: MoeMLP, inputs: _ExpertsInputs) -> torch.Tensor:
-        """What deterministic mode computes, whose configurations nothing changes."""
+        """Return what deterministic mode computes: no measurement changes its configurations."""
         from inferengine.kernels.cuda.moe.mixture import MoeKernels
 
         exact = MoeKernels(deterministic=True)
@@ -82,7 +82,7 @@ class ExpertsTimer:
         )
 
     def _inputs_of(self, subject: Any, rows: int, case: str) -> _ExpertsInputs:
-        """The inputs of a case; those of another subject or number of tokens are forgotten."""
+        """Return the inputs of a case; those of another subject or number of tokens are forgotten."""
         from inferengine.kernels.cuda.tuning.tuned_experts import SKEWED
 
         found = self._inputs.get((subject, rows, case))

@@ -83,7 +83,7 @@ def sent_bytes_per_token(config: DecoderConfig, ranks: int, dtype: torch.dtype) 
 
 
 def _packed_bytes(module: Head | TokenEmbedding | None) -> float:
-    """The bytes of an embedding or a head that is packed; 0 where it is not."""
+    """Return the bytes of an embedding or a head that is packed; 0 where it is not."""
     packed = None if module is None else module.packed
     return gguf.num_bytes(packed) if isinstance(packed, gguf.PackedBlocks) else 0.0
 
@@ -93,17 +93,18 @@ def _num_weights(linear: Linear) -> int:
 
 
 def _is_half(module: Linear | Head | None) -> bool:
-    """Whether a CPU keeps the weight of an fp32 layer in half precision: see kernels/reference/ops.py's pack_linear."""
+    """Return whether a CPU keeps the weight of an fp32 layer in half precision: see kernels/reference/ops.py's
+    pack_linear."""
     return module is not None and isinstance(module.packed, torch.ScriptObject)
 
 
 def _has_half_experts(module: Experts) -> bool:
-    """Whether a CPU keeps the weights of fp32 experts in half precision."""
+    """Return whether a CPU keeps the weights of fp32 experts in half precision."""
     return isinstance(module.packed, PackedExperts) and isinstance(module.packed.down[0], torch.ScriptObject)
 
 
 def _dims(config: DecoderConfig, window: int | None) -> int:
-    """Numbers of a query that meet a key, and of what is mixed for it, in layers with this window."""
+    """Return the sizes of a head's key and value, summed over heads, in layers with this window."""
     if config.latent is not None:
         return config.head_dim + config.mixed_dim
     return 2 * config.kv_shape(window).head_dim

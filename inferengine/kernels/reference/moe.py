@@ -54,7 +54,7 @@ def pack_experts(
 
 
 def route(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [T, experts] -> experts [T, k] and their weights [T, k] fp32, by the largest score first."""
+    """Choose the experts [T, k] and their weights [T, k] fp32 by logits [T, experts], the largest score first."""
     experts, weights = _route(logits.float(), routing)
     return experts, weights if routing.gains is None else weights * routing.gains[experts]
 
@@ -84,7 +84,8 @@ def _route_by_sigmoid(logits: torch.Tensor, routing: Routing) -> tuple[torch.Ten
 
 
 def _of_best_groups(scores: torch.Tensor, groups: tuple[int, int], counted: int) -> torch.Tensor:
-    """Scores [T, experts], -inf outside each token's best groups, which are judged by their `counted` best scores."""
+    """Return scores [T, experts], -inf outside each token's best groups, which are judged by their `counted` best
+    scores."""
     number, kept = groups
     by_group: torch.Tensor = scores.unflatten(-1, (number, -1))
     best = by_group.topk(counted, -1).values.sum(-1).topk(kept, -1).indices
@@ -95,7 +96,7 @@ def _of_best_groups(scores: torch.Tensor, groups: tuple[int, int], counted: int)
 def add_experts(
     x: torch.Tensor, logits: torch.Tensor, routing: Routing, experts: Any, residual: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
-    """residual [T, E] += scale * the weighted sum of what the experts that each token chose make of x [T, E]."""
+    """Add to residual [T, E] scale * the weighted sum of what each token's experts make of x [T, E]."""
     chosen, weights = route(logits, routing)
     if routing.held is not None:
         first, count = routing.held
@@ -135,13 +136,13 @@ def add_experts_norm(
 
 
 def gated(both: torch.Tensor, gating: Gating) -> torch.Tensor:
-    """[T, 2I], gates first -> [T, I]."""
+    """Apply the gated activation: x [T, 2I], gates first -> [T, I]."""
     return _GATED[gating.activation](both, gating)
 
 
 def regrouped(rows: Any, num_experts: int, *, interleaved: bool) -> Any:
-    """Rows of gate and up in turn as each expert's gates and then its ups; to `interleaved`, the other way around. A
-    tensor [experts * 2I, ...] or ExpertCodes; None stays None."""
+    """Reorder rows of gate and up in turn to each expert's gates and then its ups; to `interleaved`, the other way
+    around. A tensor [experts * 2I, ...] or ExpertCodes; None stays None."""
     if rows is None:
         return None
     if isinstance(rows, ExpertCodes):

@@ -22,7 +22,8 @@ from torch.nn import functional
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root mean square norm of the last dimension, in fp32 (Zhang and Sennrich 2019). x [..., E], weight [E]."""
+    """Return the root mean square norm of the last dimension, in fp32 (Zhang and Sennrich 2019). x [..., E], weight
+    [E]."""
     if x.dtype == weight.dtype == torch.float32 and x.is_cpu and x.numel() <= FEW_ROWS * x.shape[-1]:
         with np.errstate(all="ignore"):
             return torch.from_numpy(rms_norm_of_few(x.numpy(), weight.numpy(), eps))
@@ -60,7 +61,7 @@ def _constant(value: float, device: torch.device) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual += x in place, then its norm. Both [T, E]. Returns (normed, residual)."""
+    """Add x to residual in place, and return (norm of the sum, residual). Both [T, E]."""
     residual.add_(x)
     return rms_norm(residual, weight, eps), residual
 
@@ -71,7 +72,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of x [T, 2I], gate in the first half (Shazeer 2020)."""
+    """Return silu(gate) * up of x [T, 2I], gate in the first half (Shazeer 2020)."""
     gate, up = x.view(*x.shape[:-1], 2, -1).unbind(-2)
     return functional.silu(gate).mul_(up)
 
@@ -99,7 +100,7 @@ def pack_linear(weight: torch.Tensor) -> Any:
 
 
 def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, in] @ weight[out, in].T + bias, for a weight as `pack_linear` left it."""
+    """Return x [T, in] @ weight[out, in].T + bias, for a weight as `pack_linear` left it."""
     if is_half(weight):
         with _PLAIN_CALL():
             out = half_linear(x, weight)
@@ -127,13 +128,14 @@ PIECE = 1 << 15  # values looked at together: few enough for the cache, and for 
 
 
 def _half_is_exact(weight: torch.Tensor) -> bool:
-    """Whether fp16 holds every value; below its normal range the nearest multiple of 2^-24 will do."""
+    """Return whether fp16 holds every value; below its normal range the nearest multiple of 2^-24 will do."""
     pieces = weight.contiguous().view(-1).split(PIECE)
     return all(_is_short(piece) or _is_near_half(piece) for piece in pieces)
 
 
 def _is_short(values: torch.Tensor) -> bool:
-    """What holds for all that was stored as bf16 or fp16 in fp16's range, and costs two looks at the values."""
+    """Return whether all values may have been stored as bf16 or fp16 in fp16's range: a quick test that reads them
+    twice."""
     least, most = values.aminmax()
     if not -HALF_MAX <= float(least) <= float(most) <= HALF_MAX:
         return False
@@ -147,14 +149,14 @@ def _is_near_half(values: torch.Tensor) -> bool:
 def norm_linear(
     x: torch.Tensor, gain: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """linear(rms_norm(x)): x [T, E], gain [E], weight [out, E] -> [T, out]."""
+    """Return linear(rms_norm(x)): x [T, E], gain [E], weight [out, E] -> [T, out]."""
     return linear(rms_norm(x, gain, eps), weight, bias)
 
 
 def linear_add(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
 ) -> torch.Tensor:
-    """residual [T, out] += linear(x), in place; returns it."""
+    """Add linear(x) to residual [T, out] in place, and return it."""
     return residual.add_(linear(x, weight, bias))
 
 
@@ -166,7 +168,8 @@ def linear_add_norm(
     gain: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual += linear(x), in place, and rms_norm(residual). A table may leave it out, or give None for the norm."""
+    """Add linear(x) to residual in place, and return both it and rms_norm(residual). A table may leave it out, or give
+    None for the norm."""
     residual = linear_add(x, weight, bias, residual)
     return residual, rms_norm(residual, gain, eps)
 
@@ -179,7 +182,8 @@ def norm_gated_linear(
     bias: torch.Tensor | None = None,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """act(gate) * up of rms_norm(x), weight [2I, E] with the gate's rows first -> [T, I]; no gain: x is normed."""
+    """Return act(gate) * up of rms_norm(x), weight [2I, E] with the gate's rows first -> [T, I]; no gain: x is
+    normed."""
     act = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}[activation]
     return act(linear(x, weight, bias) if gain is None else norm_linear(x, gain, eps, weight, bias))
 
@@ -226,7 +230,7 @@ _WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 
 
 def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int) -> torch.Tensor:
-    """logits [N, V] of the slots `rows` [N] -> drawn ids [N] int32, also written to slots.tokens[row, position].
+    """Draw ids [N] int32 from logits [N, V] of the slots `rows` [N], and write them to slots.tokens[row, position].
 
     `positions` [N] are those of the tokens drawn; `needs` are the feature bits that some row uses. A row without a
     finite winner gives NO_TOKEN where every score is -inf, else NO_NUMBER (and 0 in slots.tokens), and no row's numbers
@@ -252,7 +256,7 @@ def sample(logits: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torc
 
 
 def _sample_greedily(scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """As `sample` for rows of temperature 0 on the CPU, in few operations."""
+    """Draw as `sample` does, for rows of temperature 0 on the CPU, in few operations."""
     best, drawn = (found.numpy() for found in _largest(scores))
     ids = drawn.astype(np.int32)
     is_drawn = np.isfinite(best)
@@ -266,7 +270,8 @@ def _sample_greedily(scores: torch.Tensor, slots: Any, rows: torch.Tensor, posit
 
 
 def _largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(value, id) of each row: the first of equal ones, or what is no number. numpy is ten times as fast as torch."""
+    """Return (value, id) of each row's largest: the first of equal ones, or a NaN. numpy is ten times as fast as
+    torch."""
     if not scores.is_cpu:
         best, ids = scores.max(-1)
         return best, ids
@@ -276,7 +281,7 @@ def _largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def process(scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int) -> None:
-    """Penalties, bias and masks, in place on scores [N, V]."""
+    """Apply penalties, bias and masks in place to scores [N, V]."""
     if needs & PENALTY:
         _penalize(scores, slots, rows, positions)
     if needs & BIAS:
@@ -296,7 +301,7 @@ def process(scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: tor
 def draw(
     scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: torch.Tensor, needs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(winning score, id) of each row: the argmax for rows of temperature 0, else the Gumbel draw."""
+    """Draw (winning score, id) of each row: the argmax for rows of temperature 0, else the Gumbel draw."""
     temperature = slots.temperature[rows].unsqueeze(1)
     is_random = temperature > 0
     scaled = scores / torch.where(is_random, temperature, 1.0)
@@ -317,8 +322,8 @@ def draw(
 
 
 def _noise_of(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Noise [N, C] for the ids. A block of Philox is of four neighbours: for many ids the noise is made for the whole
-    vocabulary, which gives the same numbers."""
+    """Return Gumbel noise [N, C] for the ids. A block of Philox is of four neighbours: for many ids the noise is made
+    for the whole vocabulary, which gives the same numbers."""
     if ids.shape[1] * 4 < vocab_size:
         return gumbel(seeds, positions, ids)
     return gumbel(seeds, positions, vocab_size).gather(1, ids)
@@ -327,8 +332,8 @@ def _noise_of(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor, v
 def _draw_what_is_left(
     scaled: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The Gumbel draw of rows that masks have been applied to. The noise is most of the work: rows of few tokens get
-    no more than they need, which is the same as for the whole vocabulary."""
+    """Return the Gumbel draw of rows that masks have been applied to. The noise is most of the work: rows of few tokens
+    get no more than they need, which is the same as for the whole vocabulary."""
     left = scaled.numpy() != -np.inf  # true for what is no number too
     num_left = np.array([np.count_nonzero(row) for row in left])
     is_few = num_left * FEW <= scaled.shape[1]
@@ -356,7 +361,7 @@ def _draw_what_is_left(
 def candidates(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best tokens of every row, [N, C] values (-inf where filtered out) and ids: at least all that pass.
+    """Return the best tokens of every row, [N, C] values (-inf where filtered out) and ids: at least all that pass.
 
     Tries a short list first: it suffices when every row's filters end within it. Ids are ascending among equal values.
     """
@@ -393,7 +398,8 @@ def candidates(
 
 
 def _next_count(count: int, needed: float, vocab_size: int) -> int:
-    """The length of the list to try after one of `count`, at least `needed`: a longer list, or the whole vocabulary."""
+    """Return the length of the list to try after one of `count`, at least `needed`: a longer list, or the whole
+    vocabulary."""
     while count * LONGER * LONGER <= vocab_size:
         count *= LONGER
         if count >= needed:
@@ -402,7 +408,7 @@ def _next_count(count: int, needed: float, vocab_size: int) -> int:
 
 
 def _first_of_ties(values: torch.Tensor) -> torch.Tensor:
-    """The place of the first of the values equal to each, in rows that descend [N, C]."""
+    """Return the place of the first of the values equal to each, in rows that descend [N, C]."""
     if not values.is_cpu:
         return torch.searchsorted(-values, -values).clamp_(
             max=values.shape[1] - 1
@@ -414,7 +420,7 @@ def _first_of_ties(values: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
-    """Noise [N, V] for the whole vocabulary (`tokens` = V), or [N, C] for the given ids."""
+    """Return Gumbel noise [N, V] for the whole vocabulary (`tokens` = V), or [N, C] for the given ids."""
     if isinstance(tokens, int):
         blocks = torch.arange(-(-tokens // 4), device=seeds.device).unsqueeze(0)
     else:
@@ -434,8 +440,8 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Ten
 def philox(
     seeds: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox-4x32-10 (Salmon et al. 2011) with key `seeds` [N] and counter (block, position, 0, 0): four words in
-    [0, 2^32) as int64, each [N, B]. Products wrap in int64, which leaves both halves right."""
+    """Compute Philox-4x32-10 (Salmon et al. 2011) with key `seeds` [N] and counter (block, position, 0, 0): four words
+    in [0, 2^32) as int64, each [N, B]. Products wrap in int64, which leaves both halves right."""
     key0, key1 = (seeds & _MASK).unsqueeze(1), ((seeds >> 32) & _MASK).unsqueeze(1)
     c0, c1 = blocks, positions.unsqueeze(1)
     c2 = c3 = torch.zeros_like(c1)
@@ -516,7 +522,8 @@ def _penalize(scores: torch.Tensor, slots: Any, rows: torch.Tensor, positions: t
 def token_logprobs(
     logits: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, most: int
 ) -> torch.Tensor:
-    """logits [N, V] of the slots `rows` [N] and the drawn `ids` [N] -> [N, 2 + 2 * most] int32.
+    """Pack log-probabilities [N, 2 + 2 * most] int32 from logits [N, V] of the slots `rows` [N] and the drawn `ids`
+    [N].
 
     In columns: the drawn token's log-probability, its rank (1 + the number of likelier tokens), the ids of the `most`
     likeliest tokens and their log-probabilities, equal ones by lower id. Log-probabilities are float32 bit patterns. A
@@ -536,7 +543,7 @@ def token_logprobs(
 
 
 def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scores, ids) [N, count] in falling order, equal ones by lower id."""
+    """Return (scores, ids) [N, count] in falling order, equal ones by lower id."""
     top, ids = scores.topk(count, dim=-1)
     if count == 0:
         return top, ids

@@ -97,14 +97,14 @@ def read_groups(config: ConfigReader, moe: MoeConfig, default: tuple[int, int] =
 
 
 def _query_rank(config: ConfigReader) -> int | None:
-    """The rank of queries. null: they are made of the hidden state at once."""
+    """Return the rank of queries. null: they are made of the hidden state at once."""
     if "q_lora_rank" in config.values and config.value("q_lora_rank") is None:
         return None
     return config.integer("q_lora_rank", 1536)
 
 
 def _magnitude(rope: RopeConfig) -> float:
-    """What YaRN multiplies the scores by, where it does not change the rotation's magnitude."""
+    """Return what YaRN multiplies the scores by, where it does not change the rotation's magnitude."""
     if rope.kind != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
         return 1.0
     return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2

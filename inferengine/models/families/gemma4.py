@@ -131,8 +131,8 @@ def _windows(config: ConfigReader, default: int) -> tuple[int | None, ...]:
 def _full_shape(
     config: ConfigReader, windows: tuple[int | None, ...], shape: KVShape, *, keys_as_values: bool
 ) -> KVShape:
-    """The shape of keys and values of the layers with full attention. Raises ConfigError where layers of one kind
-    differ: a KV group has one shape."""
+    """Return the shape of keys and values of the layers with full attention. Raises ConfigError where layers of one
+    kind differ: a KV group has one shape."""
     published = {"head_dim": config.integer("global_head_dim", 512)}
     if config.value("num_global_key_value_heads") is not None and keys_as_values:
         published["num_key_value_heads"] = config.integer("num_global_key_value_heads")
@@ -157,7 +157,8 @@ def _shape(config: ConfigReader, values: Any, usual: KVShape) -> KVShape:
 
 
 def _sources(config: ConfigReader, windows: tuple[int | None, ...]) -> tuple[int, ...]:
-    """By layer, whose keys and values it reads: of the last layers that of the last one before them of their kind."""
+    """Return, by layer, whose keys and values it reads: of the last layers that of the last one before them of their
+    kind."""
     num_layers, num_reading = len(windows), config.integer("num_kv_shared_layers", 0, least=0)
     first = num_layers - num_reading
     last = {window: layer for layer, window in enumerate(windows[: max(0, first)])}

@@ -18,8 +18,8 @@ def read_config(config: ConfigReader) -> DecoderConfig:
 
 
 def read_upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
-    """Each layer's window, from `layer_types`; before transformers 5, layers from `max_window_layers` on have one where
-    `use_sliding_window` is set."""
+    """Return each layer's window, from `layer_types`; before transformers 5, layers from `max_window_layers` on have
+    one where `use_sliding_window` is set."""
     num_layers = config.integer("num_hidden_layers")
     on = config.flag("use_sliding_window", False)
     width = config.integer("sliding_window", 4096)

@@ -43,7 +43,8 @@ def read_moe(config: ConfigReader) -> MoeConfig | None:
 
 
 def _windows(config: ConfigReader) -> tuple[int | None, ...]:
-    """Each layer's window. Without `layer_types`: every second layer of the lower ones, as transformers reads it."""
+    """Return each layer's window. Without `layer_types`: every second layer of the lower ones, as transformers reads
+    it."""
     num_layers = config.integer("num_hidden_layers")
     on, width = config.flag("use_sliding_window", False), config.value("sliding_window")
     window = config.integer("sliding_window", 4096) if on and width is not None else 4096 if on else None

@@ -49,7 +49,8 @@ def read_config(config: ConfigReader) -> DecoderConfig:
 
 
 def _text_values(config: ConfigReader) -> dict[str, Any]:
-    """What transformers reads of the text model, as a config of the family that its layers are those of."""
+    """Return the keys of the text model that transformers reads, as a config of the family that its layers belong
+    to."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     values, given = config.values, config.value("text_config")

@@ -40,7 +40,7 @@ NEAREST = {
 
 
 def layout_of(config: dict[str, Any]) -> Layout | None:
-    """The layout that a decoded config.json announces; None for plain weights. Raises ConfigError."""
+    """Return the layout that a decoded config.json announces; None for plain weights. Raises ConfigError."""
     values = config.get("quantization_config") or config.get("compression_config")
     if not values:
         return None

@@ -115,7 +115,7 @@ def _group(group: ConfigSection, ignored: Callable[[str], bool], *, is_packed: b
 
 
 def _activations(inputs: ConfigSection | None) -> str | None:
-    """fp8 or int8 by token; None: inputs stay as they are."""
+    """Return how inputs are quantized, fp8 or int8 by token; None: they stay as they are."""
     if inputs is None:
         return None
     kind, bits = inputs.value("type", "int"), inputs.integer("num_bits")
@@ -161,7 +161,8 @@ def _int8(tensors: Tensors, rows: int, columns: int, *, activations: bool) -> Qu
 
 
 def _int4(tensors: Tensors, rows: int, columns: int, *, group: int | None) -> QuantizedWeight:
-    """`weight_packed` [N, K / 8] int32 holds code + 8, lowest nibble first; zero points are packed along the rows."""
+    """Read INT4 codes: `weight_packed` [N, K / 8] int32 holds code + 8, lowest nibble first; zero points are packed
+    along the rows."""
     group = columns if group is None or group == -1 else group
     if columns % group or columns % 8:
         raise ValueError(f"{columns} inputs are no whole groups of {group}")

@@ -39,7 +39,7 @@ def read(values: dict[str, Any]) -> Layout:
 
 
 def codes_of(tensors: Tensors, rows: int, columns: int) -> Any:
-    """The e4m3 codes themselves. Raises ValueError."""
+    """Return the e4m3 codes themselves. Raises ValueError."""
     codes = expect_shape(tensors, "weight", (rows, columns))
     if str(codes.dtype) != "torch.float8_e4m3fn":
         raise ValueError(f"weight is stored as {codes.dtype} where float8_e4m3fn is due")

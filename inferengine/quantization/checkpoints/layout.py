@@ -39,7 +39,7 @@ class Layout:
 
 
 def refused(message: str) -> ConfigError:
-    """The error for a checkpoint whose quantization cannot be used."""
+    """Return the error for a checkpoint whose quantization cannot be used."""
     return ConfigError("model.path", f"config.json: {message}")
 
 
@@ -93,7 +93,7 @@ class ConfigSection:
         return value
 
     def skip(self, *names: str) -> None:
-        """Keys without effect on how a checkpoint is read."""
+        """Accept keys without effect on how a checkpoint is read."""
         self._seen.update(names)
 
     def finish(self) -> None:
@@ -104,8 +104,9 @@ class ConfigSection:
 
 
 def listed(names: list[str]) -> Callable[[str], bool]:
-    """Whether a module stands in a list of exceptions: by full name, by a name it ends with or contains between dots,
-    or by a pattern that begins with "re:". Raises ConfigError for a pattern that is not valid."""
+    """Return a function that says whether a module is in a list of exceptions: by full name, by a name it ends with or
+    contains between dots, or by a pattern that begins with "re:". Raises ConfigError for a pattern that is not
+    valid."""
     try:
         patterns = [re.compile(name[3:]) for name in names if name.startswith("re:")]
     except re.error as error:
@@ -120,7 +121,7 @@ def listed(names: list[str]) -> Callable[[str], bool]:
 
 
 def expect_shape(tensors: Tensors, suffix: str, *shapes: tuple[int, ...]) -> torch.Tensor:
-    """One of the tensors, in one of these shapes. Raises ValueError."""
+    """Return one of the tensors, which must have one of these shapes. Raises ValueError."""
     tensor = tensors[suffix]
     if tuple(tensor.shape) not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in shapes)

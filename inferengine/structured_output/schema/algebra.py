@@ -316,7 +316,7 @@ class Algebra:
         return found
 
     def is_empty(self, expr: Expr, depth: int = 2) -> bool:
-        """Whether an expression surely has no value, as far as `depth` levels show."""
+        """Return whether an expression surely has no value, as far as `depth` levels show."""
         if expr in (TRUE, FALSE) or depth < 0:
             return expr == FALSE
         try:

@@ -121,19 +121,19 @@ def invert(ranges: Ranges, universe: Ranges = ANY_RANGES) -> Ranges:
 
 
 def chars(ranges: Iterable[tuple[int, int]]) -> Language:
-    """One character of these ranges of code points."""
+    """Return the language of one character of these ranges of code points."""
     merged = merge(ranges)
     kept = invert(invert(merged)) if any(low <= 0xDFFF and high >= 0xD800 for low, high in merged) else merged
     return Language("chars", ranges=kept) if kept else EMPTY
 
 
 def literal(text: str) -> Language:
-    """Exactly this text."""
+    """Return the language of exactly this text."""
     return cat(*(chars([(ord(character), ord(character))]) for character in text))
 
 
 def cat(*items: Language) -> Language:
-    """One after the other."""
+    """Return the concatenation of languages."""
     flat: list[Language] = []
     for item in items:
         if item is EMPTY or item == EMPTY:
@@ -143,7 +143,7 @@ def cat(*items: Language) -> Language:
 
 
 def alt(*items: Language) -> Language:
-    """Any of these."""
+    """Return the union of languages."""
     flat: dict[Language, None] = {}
     ranges: list[tuple[int, int]] = []
     for item in items:
@@ -160,7 +160,7 @@ def alt(*items: Language) -> Language:
 
 
 def repeat(item: Language, least: int, most: int | None) -> Language:
-    """`least` to `most` times; None: any number."""
+    """Return a language repeated `least` to `most` times; None: any number."""
     if most == 0 or (item == EMPTY and least == 0) or item == EPSILON:
         return EPSILON
     if item == EMPTY or (least, most) == (1, 1):
@@ -175,7 +175,7 @@ ALL = repeat(ANY, 0, None)
 
 
 def both(*items: Language) -> Language:
-    """All of these at once."""
+    """Return the intersection of languages."""
     flat: dict[Language, None] = {}
     for item in items:
         flat.update(dict.fromkeys(item.items if item.kind == "both" else (item,)))
@@ -192,7 +192,7 @@ def both(*items: Language) -> Language:
 
 
 def complement(item: Language) -> Language:
-    """Every other text."""
+    """Return the language of every other text."""
     if item.kind == "not":
         return item.items[0]
     if item == EMPTY:
@@ -201,12 +201,12 @@ def complement(item: Language) -> Language:
 
 
 def length(least: int, most: int | None) -> Language:
-    """Texts of so many characters."""
+    """Return the language of texts of so many characters."""
     return repeat(ANY, least, most)
 
 
 def words(item: Language) -> list[str] | None:
-    """The texts of a language that is a list of them; None: it is not, or has too many."""
+    """Return the texts of a language that is a list of them; None: it is not, or has too many."""
     if item.kind == "alt":
         lists = [words(one) for one in item.items]
         if len(lists) > MAX_WORDS or any(listed is None for listed in lists):
@@ -223,7 +223,7 @@ def words(item: Language) -> list[str] | None:
 
 
 def derive(item: Language, code: int) -> Language:
-    """What may follow the character `code`."""
+    """Return the derivative: what may follow the character `code`."""
     if item.kind == "chars":
         return EPSILON if any(low <= code <= high for low, high in item.ranges) else EMPTY
     if item.kind == "alt":
@@ -243,7 +243,7 @@ def derive(item: Language, code: int) -> Language:
 
 
 def matches(item: Language, text: str) -> bool:
-    """Whether the language has this text."""
+    """Return whether the language has this text."""
     if item.kind == "not":
         return not matches(item.items[0], text)
     if item.listed is not None:
@@ -256,7 +256,7 @@ def matches(item: Language, text: str) -> bool:
 
 
 def is_empty(item: Language) -> bool:
-    """Whether no text is in the language. False also where that takes too long to find out."""
+    """Return whether no text is in the language. False also where that takes too long to find out."""
     if not item.has_logic:
         return item == EMPTY
     starts = _representatives(item)
@@ -275,7 +275,7 @@ def is_empty(item: Language) -> bool:
 
 
 def _representatives(item: Language) -> list[int]:
-    """One character of each class that the language does not tell apart."""
+    """Return one character of each class that the language does not tell apart."""
     ends = {0, 0xE000}
     seen: set[Language] = set()
     queue = [item]
@@ -372,7 +372,7 @@ def _code(code: int) -> str:
 
 @lru_cache(256)
 def _chars_quoted(ranges: Ranges) -> str:
-    """The characters as JSON spells them: short escapes, and \\u only for the other control characters."""
+    """Return the characters as JSON spells them: short escapes, and \\u only for the other control characters."""
     raw = invert(((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)), ranges)
     choices = [_class(raw)] if raw else []
     for code in (*range(0x20), 0x22, 0x5C):
@@ -544,7 +544,7 @@ class _Reader:
         return chars(self._escaped_set())
 
     def _escaped_set(self) -> Ranges:
-        """What an escape stands for, in a class or outside. The backslash is read."""
+        """Read what an escape stands for, in a class or outside. The backslash has been read."""
         character = self._peek()
         if character == "":
             raise Refusal("pattern: ends with a backslash")
@@ -618,7 +618,7 @@ def _category(name: str) -> Ranges:
 
 @cache
 def _runs() -> list[tuple[str, int, int]]:
-    """Characters in order, joined where they have the same category. Planes without any are left out."""
+    """Return the runs of characters of the same category, in order. Planes without any are left out."""
     runs: list[tuple[str, int, int]] = []
     for code in (*range(0xD800), *range(0xE000, 0x33480), *range(0xE0000, 0xE0200)):
         category = unicodedata.category(chr(code))

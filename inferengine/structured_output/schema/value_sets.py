@@ -81,7 +81,7 @@ class NumberSet:
         return low == high and any((low / other).denominator == 1 for other in self.not_multiples)
 
     def _first_multiple(self) -> Fraction | None:
-        """The least multiple between the bounds. There must be both, and `multiple`."""
+        """Return the least multiple between the bounds. There must be both, and `multiple`."""
         assert self.low is not None
         assert self.high is not None
         assert self.multiple is not None
@@ -168,7 +168,7 @@ class NumberSet:
         return schema
 
     def _listed(self, keyword: str) -> Language:
-        """The numbers one by one, where they are few."""
+        """Return the numbers one by one, where they are few."""
         if self.low is not None and self.high is not None and self.multiple is not None and not self.is_empty:
             number = self._first_multiple()
             found: list[Language] = []
@@ -208,7 +208,7 @@ def _common_multiple(one: Fraction, two: Fraction) -> Fraction:
 
 
 def _digits(value: Fraction) -> tuple[str, str]:
-    """The digits before and after the point of the absolute value."""
+    """Return the digits before and after the point of the absolute value."""
     whole, _, fraction = _decimal_text(abs(value)).partition(".")
     return whole, fraction
 
@@ -234,7 +234,8 @@ def _json_number(value: Fraction) -> int | float:
 
 
 def _above(bound: Fraction, is_open: bool) -> Language:
-    """Texts without sign of numbers at or above `bound`, which is not negative; above it where `is_open`."""
+    """Return the texts, without sign, of numbers at or above `bound`, which is not negative; above it where
+    `is_open`."""
     whole, fraction = _digits(bound)
     choices = [cat(_NONZERO, repeat(_DIGIT, len(whole), None), _SOME_FRACTION)]
     for place, digit in enumerate(whole):
@@ -363,7 +364,7 @@ def unite(one: ValueSet, two: ValueSet) -> ValueSet:
 
 
 def is_nothing(values: ValueSet) -> bool:
-    """Whether no type is left. Contents of arrays and objects are not looked at."""
+    """Return whether no type is left. Contents of arrays and objects are not looked at."""
     return not (values.constants or values.numbers or values.arrays or values.objects) and is_empty(values.strings)
 
 
@@ -472,7 +473,7 @@ def _smaller(one: int | None, two: int | None) -> int | None:
 
 
 def _limited(shapes: list[S], whole: S | None = None) -> tuple[S, ...]:
-    """Without repetitions. `whole`: the shape that has all the others."""
+    """Return the shapes without repetitions. `whole`: the shape that has all the others."""
     kept = tuple(dict.fromkeys(shapes))
     if whole is not None and whole in kept:
         return (whole,)

@@ -206,7 +206,7 @@ class GrammarWriter:
             yield from self._brackets("[", "]", self._plain_items(shape))
 
     def _plain_items(self, shape: ArrayShape) -> list[Alternative]:
-        """Items of `prefix`, then any number of the others."""
+        """Write items of `prefix`, then any number of the others."""
         least, most, fixed = shape.least, shape.most, len(shape.prefix)
         following: list[Alternative] = []  # after all of prefix
         if most is None or most > fixed:
@@ -231,7 +231,7 @@ class GrammarWriter:
         return following
 
     def _counted_items(self, shape: ArrayShape) -> list[Alternative]:
-        """Items one by one, with how many of them each `contains` has had."""
+        """Write items one by one, counting those that match each `contains`."""
         algebra, contains, most = self._algebra, shape.contains, shape.most
         if any(one.most is not None and one.least > one.most for one in contains):
             return []
@@ -279,14 +279,14 @@ class GrammarWriter:
         return [[Ref(first)]]
 
     def _items_differ(self, shape: ArrayShape) -> bool:
-        """Whether no two items can be equal."""
+        """Return whether no two items can be equal."""
         if shape.most is None or shape.most > MAX_PLACES:
             return False
         places = [shape.item(place) for place in range(shape.most)]
         return all(self._algebra.is_empty(self._algebra.all_of(pair)) for pair in combinations(places, 2))
 
     def _unique_items(self, shape: ArrayShape) -> list[Alternative]:
-        """Items of a list of values, each at most once: a bit of the rule's parameter says which have been."""
+        """Write items of a list of values, each at most once: a bit of the rule's parameter says which have been."""
         values = self._listed(self._algebra.values(shape.rest))
         if values is None or shape.prefix or shape.contains or len(values) > MAX_UNIQUE:
             raise Refusal(UNIQUE)
@@ -309,7 +309,7 @@ class GrammarWriter:
         return [*start, *([[]] if shape.least == 0 else [])]
 
     def _listed(self, values: ValueSet) -> list[str] | None:
-        """The values of a finite set, as expressions of their texts; None: it is not known to be finite."""
+        """Return the values of a finite set, as expressions of their texts; None: it is not known to be finite."""
         strings = words(values.strings)
         if values.arrays or values.objects or strings is None:
             return None
@@ -361,7 +361,7 @@ class GrammarWriter:
         return [(language, value) for value, language in joined.items()]
 
     def _with_witnesses(self, plain: PropertyNames, shape: ObjectShape) -> Iterator[PropertyNames]:
-        """For each property that must exist: which of the properties it is."""
+        """Yield, for each property that must exist, which of the properties it is."""
         algebra = self._algebra
         options: list[list[tuple[str | None, Language, Expr]]] = []
         for keys, value in shape.exists:
@@ -391,7 +391,7 @@ class GrammarWriter:
         return [self._terminal(to_terminal(keys, quoted=True)), self._regex(self._spacing.colon), self._value(value)]
 
     def _properties(self, shape: PropertyNames) -> list[Alternative]:
-        """The named properties in their order, with how many there are where that counts, then the others."""
+        """Write the named properties in their order, with how many there are where that counts, then the others."""
         possible = [name for name in shape.names if shape.values[name] != FALSE]
         if any(name not in possible for name in shape.required):
             return []
@@ -428,8 +428,8 @@ class GrammarWriter:
         return [[first]]
 
     def _others(self, shape: PropertyNames, started: bool, count: int) -> list[Alternative]:
-        """What may follow the named properties. Of those without a name one counts for minProperties: another may have
-        the same name."""
+        """Write what may follow the named properties. Of those without a name one counts for minProperties: another may
+        have the same name."""
         need, left = max(0, shape.least - count), None if shape.most is None else shape.most - count
         pair: tuple[Symbol, ...] = tuple(shape.pair)
         comma = self._comma
@@ -455,7 +455,7 @@ class GrammarWriter:
     # -- what leads somewhere ----------------------------------------------------------------------------------------
 
     def _productive(self) -> set[str]:
-        """The rules that some text matches."""
+        """Return the rules that some text matches."""
         productive = set(self._raw)
         waiting = list(reversed(self._rules))
         while True:
@@ -470,7 +470,7 @@ class GrammarWriter:
             waiting = left
 
     def _productive_body(self, body: Iterable[Symbol], productive: set[str]) -> Alternative | None:
-        """The alternative without repetitions that can only be left out; None: no text matches it."""
+        """Return the alternative without repetitions that can only be left out; None: no text matches it."""
         kept: Alternative = []
         for symbol in body:
             if isinstance(symbol, Ref) and symbol.rule not in productive:

@@ -233,7 +233,7 @@ class Prose:
         self._after_call = True
 
     def finish(self, parts: list[Part]) -> None:
-        """Nothing follows: what was held back is shown."""
+        """Show what was held back: nothing follows."""
         if self._space:
             parts.append(Content(self._space))
         self._space = ""

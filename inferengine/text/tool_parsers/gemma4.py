@@ -57,7 +57,7 @@ class Gemma4Parser:
         return parts
 
     def _end(self, parts: list[Part], *, closed: bool = True, cut: bool = False) -> None:
-        """A call is complete, or the output ends within one; `cut`: it was cut off there."""
+        """End a call that is complete, or that the output ends within; `cut`: it was cut off there."""
         text, self._inside = "".join(self._call), False
         found = _CALL.fullmatch(text)
         arguments = None if found is None else arguments_of(found[2])

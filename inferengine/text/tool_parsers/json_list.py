@@ -56,7 +56,7 @@ class JsonListParser:
         return parts
 
     def _read_outside(self, text: str, parts: list[Part]) -> str:
-        """Text before the next mark. Returns what follows the beginning of a call."""
+        """Read text before the next mark. Returns what follows the beginning of a call."""
         if self._state == "text":
             self._prose.show(text, parts)
             return ""

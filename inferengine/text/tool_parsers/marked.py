@@ -136,7 +136,7 @@ class MarkedParser:
             self._prose.begin_call()
 
     def _name(self, *, cut: bool = False) -> str | None:
-        """The name: before the code fence, else before the separator."""
+        """Return the name: before the code fence, else before the separator."""
         head = "".join(self._head).strip()
         if self._marks.has_ids:
             found = _ID.fullmatch(head)
@@ -147,13 +147,14 @@ class MarkedParser:
         return name if _NAME.fullmatch(name) else None
 
     def _has_whole_name(self) -> bool:
-        """Whether no more of the name can come: it is an id, or a line before the code fence, or all of the head."""
+        """Return whether no more of the name can come: it is an id, or a line before the code fence, or all of the
+        head."""
         before = "".join(self._before)
         is_head = not before.strip() and "".join(self._head).strip() != "function"
         return self._marks.has_ids or is_head or "\n" in before.lstrip()
 
     def _end(self, parts: list[Part], *, cut: bool = False) -> None:
-        """A call ends before its arguments begin: it has none, is no call, or was cut off."""
+        """End a call before its arguments begin: it has none, is no call, or was cut off."""
         is_named = self._state == "before" and (not cut or self._has_whole_name())
         name = self._name(cut=cut) if is_named else None
         if name is None:

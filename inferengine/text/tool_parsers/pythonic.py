@@ -109,7 +109,7 @@ class PythonicParser:
             self._show(parts, text)
 
     def _unread(self) -> str:
-        """The text of what was taken for a call."""
+        """Return the text of what was taken for a call."""
         held = "".join(self._held)
         return held if self._num_calls else self._first + held.partition("(")[2]
 
@@ -132,7 +132,7 @@ class PythonicParser:
 
 
 def _call(text: str) -> tuple[str, str] | None:
-    """(name, arguments as JSON) of a call of literals by name; None for any other text."""
+    """Return (name, arguments as JSON) of a call of literals by name; None for any other text."""
     name, _, arguments = text.partition("(")
     try:
         with warnings.catch_warnings():
@@ -151,7 +151,7 @@ def _call(text: str) -> tuple[str, str] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal. Raises ValueError for any other expression."""
+    """Evaluate a literal. Raises ValueError for any other expression."""
     match node:
         case ast.Constant(value=str() | int() | float() | None as value):
             return value

@@ -92,7 +92,7 @@ class XmlParser:
         return tuple(filter(None, marks))
 
     def _take(self, text: str, parts: list[Part]) -> None:
-        """Text before the next mark."""
+        """Take text before the next mark."""
         if self._state in ("text", "after"):
             self._prose.show(text, parts)
         elif self._state in ("name", "key", "value"):
@@ -132,7 +132,7 @@ class XmlParser:
             self._state = "body"
 
     def _begin(self, name: str, mark: str, parts: list[Part]) -> None:
-        """A name has been read, up to `mark`."""
+        """Begin a call whose name has been read, up to `mark`."""
         if not _NAME.fullmatch(name):
             self._show_raw(parts)
             return
@@ -158,7 +158,7 @@ class XmlParser:
         self._prose.end_call()
 
     def _show_raw(self, parts: list[Part]) -> None:
-        """It was no call."""
+        """Show as text what was no call."""
         parts.append(Content("".join(self._raw)))
         self._state, self._raw = "text", []
 
@@ -176,14 +176,15 @@ class XmlParser:
         self._prose.finish(parts)
 
     def _finish_cut(self, parts: list[Part]) -> None:
-        """A call was cut off. Its arguments stay open, and a name is known only where its line has ended."""
+        """Finish a call that was cut off. Its arguments stay open, and a name is known only where its line has
+        ended."""
         name, line_end, _ = "".join(self._text).lstrip().partition("\n")
         if self._state == "name" and not self._style.name_end and line_end and _NAME.fullmatch(name):
             parts.append(CallDelta(self._num_calls, name, ""))
 
 
 def _as_json(value: str, *, is_string: bool) -> str:
-    """The value of an argument as JSON text."""
+    """Return the value of an argument as JSON text."""
     if not is_string:
         text = _PYTHON.get(value.strip(), value)
         try:

@@ -15,7 +15,7 @@ _MARKS = str.maketrans("", "", "«»")
 
 
 def _answer(start: str) -> str:
-    """The one answer of `engine` that starts so: a question has one answer, wherever it is asked."""
+    """Return the one answer of `engine` that starts so: a question has one answer, wherever it is asked."""
     (answer,) = {answer for _, answer in engine.ENGINE if answer.translate(_MARKS).startswith(start)}
     return answer
 
@@ -65,7 +65,7 @@ FIRST: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def phrasings(questions: Sequence[str]) -> tuple[str, ...]:
-    """Each question with and without its mark, as it is and in lower case: `as_typed` adds the rest."""
+    """Return each question with and without its mark, as it is and in lower case: `as_typed` adds the rest."""
     forms = (form for question in questions for form in (f"{question}?", question, question.lower()))
     return tuple(forms)
 
