@@ -32,6 +32,16 @@ def test_priority_runs_lower_numbers_first() -> None:
     assert order_of_ends("priority", *requests) == [2, 3, 1]
 
 
+def test_the_most_urgent_priority_there_is_delays_others_by_minutes_and_no_more() -> None:
+    """Anybody may ask for -2^31: a request without a priority is served before those that arrive 5 minutes later."""
+    first, soon, later = (
+        make_request(1),
+        make_request(2, priority=-(2**31), arrival_s=299.0),
+        make_request(3, priority=-(2**31), arrival_s=301.0),
+    )
+    assert order_of_ends("priority", later, soon, first) == [2, 1, 3]
+
+
 def test_priority_ages_so_that_long_waiting_beats_a_better_level() -> None:
     early = make_request(1, priority=2, arrival_s=0.0)
     late = make_request(2, priority=0, arrival_s=30.0)

@@ -10,7 +10,8 @@ A policy is a class and a line in POLICIES:
 - OrderedQueue: the sequence with the smallest key first. The key is fixed at arrival, so a heap is enough. Ageing
   without re-sorting: if a sequence's urgency grows by one unit per `ageing_s` of waiting, all waiting sequences gain at
   the same rate, and their order is that of (unaged key + arrival / ageing_s), which does not change with time. So no
-  request starves: one that waits long enough is older than anything that can still arrive.
+  request starves: one that waits long enough is older than anything that can still arrive. Unaged keys are bounded,
+  by the model's length or by MOST_LEVELS, so that this is minutes.
 - FairShare: equal shares (Virtual Token Counter: Sheng et al., Fairness in Serving Large Language Models, 2024).
   Whose share a request uses is a path of names (`Request.share`): the tenant of its key, or the client's address; the
   address within a tenant, or the user within an address; and so on. The engine is divided between the first names, each
@@ -320,13 +321,16 @@ class StaticBatch(FirstComeFirstServed):
 
 
 PRIORITY_AGEING_S = 10.0  # seconds of waiting that count as one level of priority
+MOST_LEVELS = 30  # of priority that count, up and down: who asks for -2^31 is not ahead of all others for ever
 TOKEN_AGEING_S = 0.01  # seconds of waiting that count as one token of length
 DEFAULT_SLACK_S = 60.0  # assumed deadline, from arrival, of a request without one
 
 
 def priority_key(sequence: Sequence) -> float:
-    """Order by `priority`, lower first, with ageing."""
-    return sequence.request.priority + sequence.request.arrival_s / PRIORITY_AGEING_S
+    """Order by `priority`, lower first, with ageing. Every request is first once it is older than anything that can
+    still arrive by 2 * MOST_LEVELS * PRIORITY_AGEING_S."""
+    levels = min(max(sequence.request.priority, -MOST_LEVELS), MOST_LEVELS)
+    return levels + sequence.request.arrival_s / PRIORITY_AGEING_S
 
 
 def shortest_key(sequence: Sequence) -> float:
