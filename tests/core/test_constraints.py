@@ -10,7 +10,7 @@ from inferengine.core.constraints import TokenRules, bits, token_rules
 from inferengine.core.executor import StepPlan, StepResult
 from inferengine.core.sequence import RowFailure
 from inferengine.sampling_params import SamplingParams
-from tests.core.builders import Run, make_request
+from tests.core.builders import HalfRightProposer, Run, expected_output, make_request
 
 ALL = bits(range(40))
 
@@ -87,3 +87,33 @@ def test_a_failed_row_is_an_invalid_request_where_its_fields_allow_no_token() ->
     run.submit(dataclasses.replace(request, params=params)).to_end()
     reason, detail = run.finished[1]
     assert (reason, detail[0], detail[2]) == ("error", "invalid_request", "allowed_token_ids")  # type: ignore[index]
+
+
+def test_draft_tokens_that_were_accepted_before_no_token_was_allowed_belong_to_the_output() -> None:
+    request = make_request(1, max_tokens=40)
+    given = expected_output(request)
+    params = request.params.replace(allowed_token_ids=(3,), bad_words_ids=((given[5], 3),))
+    run = Run(proposer=HalfRightProposer(wrong_every=10**9), max_drafts=4)
+    computed = run.executor.run
+
+    def fail(plan: StepPlan, words: bytearray | None) -> StepResult:
+        """The draw after output token 5 has none to choose from."""
+        result = computed(plan, words)
+        first = plan.starts[0] + 1 - request.num_prompt  # output tokens before those of this step
+        if not plan.num_drafts or first > 5 or first + len(result.token_ids) < 7:
+            return result
+        kept = 7 - first
+        return result._replace(
+            token_ids=[*result.token_ids[: kept - 1], 0],
+            num_emitted=[kept],
+            failed_rows={0: RowFailure.NO_TOKEN_ALLOWED},
+        )
+
+    run.executor.run = fail  # type: ignore[method-assign]
+    run.submit(dataclasses.replace(request, params=params)).to_end()
+    assert run.outputs[1] == given[:6]
+    reason, detail = run.finished[1]
+    assert (reason, detail[0]) == ("error", "invalid_request")  # type: ignore[index]
+    assert "leave no token after 6 tokens of output" in detail[1]  # type: ignore[index]
+    assert run.rows[1].num_output == 6  # type: ignore[attr-defined]
+    run.scheduler.check()

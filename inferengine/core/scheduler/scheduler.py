@@ -195,8 +195,8 @@ class Scheduler:
                 grammar.fill_bitmask(mask)
                 if sequence.rules is not None and not self._leaves_some(sequence, mask, drafts[:index]):
                     if not index:
-                        raise self._no_token(sequence, 0)
-                    starved = index
+                        raise self._no_token(sequence)
+                    starved = starved or index
                 if index < len(drafts):
                     grammar.accept(drafts[index])
             grammar.rollback(len(drafts))
@@ -212,11 +212,14 @@ class Scheduler:
         A row gives one token. It gives several with accepted draft tokens or where its grammar forces some, and none
         if its sequence has ended since the step was planned. Full blocks of prompts are offered when a step is planned.
         """
-        finished = self._finish_rows(scheduled, result, now)
         drawn, several = result.token_ids, dict[int, list[int]]()
         if scheduled.draft_tokens:
             drawn, several = self._split_emitted(scheduled, result)
+        finished: list[Finished] = []
         changed: dict[int, list[int]] = {}  # by uid: the tokens of rows that did not give exactly one
+        if result.failed_rows:
+            finished, changed = self._finish_failed(scheduled, result.failed_rows, several, now)
+        finished += self._finish_rows(scheduled, result, now)
         for sequence, token_id in zip(scheduled.sampled, drawn, strict=True):
             tokens = sequence.tokens
             if len(tokens) < sequence.next_check_at and token_id not in sequence.stop_ids:
@@ -224,7 +227,7 @@ class Scheduler:
                 sequence.num_inflight -= 1
                 continue
             if sequence.status is SequenceStatus.FINISHED:
-                changed[sequence.uid] = []
+                changed.setdefault(sequence.uid, [])
                 continue
             sequence.num_inflight -= 1
             before = len(tokens)
@@ -340,21 +343,42 @@ class Scheduler:
         return self.state.finish(sequence, reason, detail, now)
 
     def _finish_rows(self, scheduled: ScheduledStep, result: StepResult, now: float) -> list[Finished]:
-        """End the requests that failed on the device, whose embedding is there or whose log-probabilities are not; keep
-        those of prompts."""
+        """End the requests whose embedding is there or whose log-probabilities are not; keep those of prompts."""
         if result.prompt_logprobs:
             self._keep_prompt_logprobs(scheduled, result.prompt_logprobs)
         finished: list[Finished] = []
-        for row, failure in (result.failed_rows or {}).items():
-            sequence = scheduled.rows[row]
-            if sequence.status is not SequenceStatus.FINISHED:
-                self.kv.forget(sequence, scheduled.plan.starts[row])
-                finished.append(self._finish(sequence, "error", self._cause(sequence, failure), now))
         if scheduled.plan.pooled:
             finished += self._finish_pooled(scheduled, result, now)
         if self.state.num_scored:
             finished += self._finish_unscored(scheduled, result, now)
         return finished
+
+    def _finish_failed(
+        self, scheduled: ScheduledStep, failed: dict[int, RowFailure], several: dict[int, list[int]], now: float
+    ) -> tuple[list[Finished], dict[int, list[int]]]:
+        """End the requests whose row failed on the device, after the draft tokens that it accepted before that: the
+        draw that failed is the last of its row. `several`: all tokens of the rows that verified draft tokens.
+
+        Returns the ends, and by uid the tokens that belong to the output. One of them may have ended it already.
+        """
+        finished: list[Finished] = []
+        accepted: dict[int, list[int]] = {}
+        for row, failure in failed.items():
+            sequence = scheduled.rows[row]
+            if sequence.status is SequenceStatus.FINISHED:
+                continue
+            before = len(sequence.tokens)
+            tokens = several.get(sequence.uid, [])[:-1]
+            try:
+                ended = self._append_tokens(sequence, tokens, now)
+            except InferEngineError as error:
+                ended = refusal(error)
+            if ended is None:
+                ended = "error", self._cause(sequence, failure, len(tokens))
+            accepted[sequence.uid] = sequence.tokens[before:]
+            self.kv.forget(sequence, scheduled.plan.starts[row])
+            finished.append(self._finish(sequence, *ended, now))
+        return finished, accepted
 
     def _split_emitted(self, scheduled: ScheduledStep, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
         """Settle the draft tokens of a step.
@@ -467,23 +491,23 @@ class Scheduler:
         output = [*sequence.tokens[max(sequence.num_prompt, len(sequence.tokens) - rules.num_before) :], *drafts]
         return bool(rules.allowed(int.from_bytes(mask, "little"), sequence.num_output + len(drafts), output))
 
-    def _no_token(self, sequence: Sequence, num_drafts: int) -> InvalidRequest:
-        """Return the error of a request whose fields allow no token after so many draft tokens."""
+    def _no_token(self, sequence: Sequence) -> InvalidRequest:
+        """Return the error of a request whose fields allow no token after its output."""
         rules = sequence.rules or TokenRules(sequence.request.params, sequence.stop_ids)
         has_grammar = sequence.grammar is not None
-        message = rules.no_token_message(sequence.num_output + num_drafts, has_grammar=has_grammar)
+        message = rules.no_token_message(sequence.num_output, has_grammar=has_grammar)
         return InvalidRequest("grammar" if has_grammar else rules.fields[0], message)
 
-    def _cause(self, sequence: Sequence, failure: RowFailure) -> FinishDetail:
-        """Return why the device gave no token for a request: the request's own fields if they allow none, else the
-        failure."""
-        if sequence.uid in self._starved:
-            return refusal(self._no_token(sequence, self._starved[sequence.uid]))[1]
+    def _cause(self, sequence: Sequence, failure: RowFailure, num_accepted: int) -> FinishDetail:
+        """Return why the device gave no token after the output of a request, of which `num_accepted` draft tokens are
+        of this step: the request's own fields if they allow none, else the failure."""
+        if self._starved.get(sequence.uid) == num_accepted:
+            return refusal(self._no_token(sequence))[1]
         if sequence.grammar is None and (rules := token_rules(sequence.request.params, sequence.stop_ids)) is not None:
             tokens = sequence.tokens
             before = tokens[max(sequence.num_prompt, len(tokens) - rules.num_before) :]
             if not rules.allowed((1 << self.capacity.vocab_size) - 1, sequence.num_output, before):
-                return refusal(self._no_token(sequence, 0))[1]
+                return refusal(self._no_token(sequence))[1]
         self.stats.num_corrupted += failure is RowFailure.NOT_A_NUMBER
         return failure.value
 
