@@ -1,16 +1,21 @@
 """config.json of the models that the benchmarks name, so that speed can be measured without their weights.
 
-python -m benchmarks.shapes FOLDER NAME ...     writes FOLDER/NAME with config.json and a tokenizer for each
+python -m benchmarks.shapes FOLDER NAME ...     writes FOLDER/NAME with config.json and a tokenizer for each; with
+                                                --weights random weights too, under the names of the published files
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inferengine.config.model_path import EMBEDDED
+
+if TYPE_CHECKING:  # torch, which some processes of benchmarks must lack
+    import torch
 
 EMBEDDED_SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096, "hidden_size": 384,
@@ -168,6 +173,74 @@ def write_dummy_model(shape: str, folder: Path) -> Path:
     return with_tokenizer(folder, folder)
 
 
+def write_weights(folder: Path, name: str, *, seed: int = 0) -> None:
+    """Write random weights of a shape as safetensors, a file for each layer: normal with a deviation of 0.02, gains 1.
+
+    So engines that are compared read the same numbers: with dummy weights each makes its own, and the routers of a
+    mixture then send a step's tokens to many experts on one side and to few on the other. Matrices are made on a GPU
+    where there is one.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(SHAPES[name])
+    scheme = values.pop("quantization_config", None)
+    if scheme not in (None, {"quant_method": "mxfp4"}):
+        raise ValueError(f"{name}: weights in {scheme} are not written")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    tied = {"lm_head.weight"} if values.get("tie_word_embeddings") else set()
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for place, parameter in model.state_dict().items():
+        if place not in tied:
+            parts = place.split(".")
+            file = f"layer-{int(parts[2]):03}" if parts[1] == "layers" else "rest"
+            files.setdefault(f"{file}.safetensors", {})[place] = parameter
+    generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(seed)
+    weight_map: dict[str, str] = {}
+    for file, shapes in sorted(files.items()):
+        tensors = {
+            published: tensor.cpu()
+            for place, shape in shapes.items()
+            for published, tensor in _published(place, _random(place, shape, generator), is_mxfp4=scheme is not None)
+        }
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _random(place: str, shape: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A parameter in bfloat16: 1 where it is the gain of a norm."""
+    import torch
+
+    if place.endswith("norm.weight"):
+        return torch.ones(shape.shape, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"generator": generator, "device": generator.device, "dtype": torch.bfloat16}
+    return torch.randn(shape.shape, **options).mul_(0.02)
+
+
+def _published(place: str, tensor: torch.Tensor, *, is_mxfp4: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """A parameter of transformers' module under its names in published files. There each expert of a mixture has
+    matrices of its own; those of GPT-OSS are MXFP4, 32 codes and a scale for each block of a row."""
+    import torch
+
+    stem, _, last = place.rpartition(".")
+    if not stem.endswith("experts") or (is_mxfp4 and last.endswith("_bias")):
+        yield place, tensor
+    elif is_mxfp4:  # transformers has [expert, in, out], the files [expert, out, in]
+        experts, columns, rows = tensor.shape
+        blocks = (experts, rows, columns // 32)
+        codes = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, device=tensor.device)
+        yield f"{place}_blocks", codes
+        yield f"{place}_scales", torch.full(blocks, 127 - 7, dtype=torch.uint8)  # 2^-7: codes are 0.5 to 6
+    else:
+        names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+        for expert, matrix in enumerate(tensor):
+            for name, part in zip(names, matrix.chunk(len(names)), strict=True):
+                yield f"{stem}.{expert}.{name}.weight", part.contiguous()
+
+
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Write a tokenizer of bytes and fillers: a token for every id, so that grammars have a vocabulary."""
     letters = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 256))]
@@ -193,10 +266,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="+", choices=sorted(SHAPES), metavar="NAME")
+    parser.add_argument("--weights", action="store_true", help="random weights too")
     options = parser.parse_args()
     for name in options.names:
         (options.folder / name).mkdir(parents=True, exist_ok=True)
         write_model(options.folder / name, name)
+        if options.weights:
+            write_weights(options.folder / name, name)
 
 
 if __name__ == "__main__":

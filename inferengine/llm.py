@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -150,12 +151,14 @@ class LLM:
     Not for several threads at once: it is the service that serves many.
     """
 
-    def __init__(self, folder: str = "", /, *, config: Config | None = None, **settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str] = "", /, *, config: Config | None = None, **settings: Mapping[str, Any]
+    ) -> None:
         for section, values in settings.items():
             if not isinstance(values, Mapping):
                 raise ConfigError(section, "must be keys of a section: LLM(cache={'num_blocks': 512}), for one")
         config = (config or load_config(environment={})).with_values(**settings)
-        self.config = config.with_values(model={"path": folder}) if folder else config
+        self.config = config.with_values(model={"path": os.fspath(folder)}) if folder else config
         card = read_model_card(self.config)
         self.tokenizer = Tokenizer.from_files(card.files)
         self.chat_template = ChatTemplate.from_files(card.files)

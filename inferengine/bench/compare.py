@@ -79,9 +79,10 @@ PEER_VARIABLES = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 SETTINGS = {
-    "peer": "vllm.LLM: bfloat16, load_format dummy, enable_prefix_caching False, all else default (compiled, CUDA "
-    "graphs, asynchronous scheduling)",
-    "ours": "inferengine.LLM: bfloat16, load_format dummy, cache.prefix_caching false, all else default",
+    "peer": "vllm.LLM: bfloat16, enable_prefix_caching False, all else default (compiled, CUDA graphs, asynchronous "
+    "scheduling)",
+    "ours": "inferengine.LLM: bfloat16, cache.prefix_caching false, all else default",
+    "weights": "of the model's folder on both sides, where it has some; else load_format dummy: each side its own",
 }
 
 
@@ -118,6 +119,11 @@ class Side(Protocol):
         ...
 
 
+def load_format(folder: str | Path) -> str:
+    """Return how both sides get weights: "auto", from the folder where it has some, else "dummy", each its own."""
+    return "auto" if any(Path(folder).glob("*.safetensors")) else "dummy"
+
+
 class Ours:
     """inferengine.LLM."""
 
@@ -125,7 +131,7 @@ class Ours:
         from inferengine import LLM, SamplingParams
 
         self._params: Callable[..., Any] = SamplingParams
-        model = {"load_format": "dummy", "max_model_len": sizes.context}
+        model = {"load_format": load_format(folder), "max_model_len": sizes.context}
         cache: dict[str, Any] = {"prefix_caching": False}
         engine: dict[str, Any] = {"tensor_parallel": sizes.ranks}
         engine |= {"max_num_batched_tokens": sizes.batched_tokens, "max_num_seqs": sizes.sequences}
@@ -162,7 +168,7 @@ class Peer:
             more["max_num_seqs"] = sizes.sequences
         self._llm = vllm.LLM(
             model=folder,
-            load_format="dummy",
+            load_format=load_format(folder),
             dtype="bfloat16",
             skip_tokenizer_init=True,
             max_model_len=sizes.context,

@@ -263,8 +263,8 @@ def write_documents() -> None:
 class Run(NamedTuple):
     """A command that makes one result: a module, or a file of scripts/, and its arguments. In it and in the flags of
     servers stand `{json}`, `{plots}` and `{folder}` for where it writes, `{shapes}` for a folder that has each of
-    `shapes` (names of benchmarks/shapes.py) with a tokenizer, `{peer}` for flags that say where vLLM is, `{url}` and
-    `{theirs}` for addresses of servers.
+    `shapes` (names of benchmarks/shapes.py) with a tokenizer and, where `has_weights`, random weights, `{peer}` for
+    flags that say where vLLM is, `{url}` and `{theirs}` for addresses of servers.
 
     `service`: flags of the `inferengine up` at `{url}`; None: none. `theirs`: those of the `vllm serve` at `{theirs}`,
     its model first. `cards`: how many devices it needs. `packages`: what has to be installed for it. `limit_s`: it is
@@ -277,6 +277,7 @@ class Run(NamedTuple):
     service: str | None = None
     theirs: str | None = None
     shapes: tuple[str, ...] = ()
+    has_weights: bool = False
     cards: int = 0
     packages: tuple[str, ...] = ()
     limit_s: float = 1800.0
@@ -378,6 +379,7 @@ RUNS = (
         "compare-moe",
         f"inferengine.cli bench compare --model {{shapes}}/gpt-oss-20b {TOGETHER} {DRAWN}",
         shapes=("gpt-oss-20b",),
+        has_weights=True,  # so that both sides route alike
         cards=1,
         packages=("vllm",),
         limit_s=400.0,
@@ -533,6 +535,7 @@ def _run(run: Run, file: Path, peer: PeerPlace) -> str:
         if run.shapes:
             places["shapes"] = stack.enter_context(tempfile.TemporaryDirectory())
             command = [sys.executable, "-m", "benchmarks.shapes", str(places["shapes"]), *run.shapes]
+            command += ["--weights"] if run.has_weights else []
             subprocess.run(command, cwd=ROOT, env={**variables(), "PYTHONPATH": python_path()}, check=True)
         if run.service is not None:
             places["url"] = stack.enter_context(local_service(*words(run.service)))

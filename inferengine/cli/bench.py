@@ -179,7 +179,12 @@ PAIRED = _without("--url") | {
 
 COMPARE = {
     "both sides": (
-        Option("--model FOLDER", "a folder with a config.json; weights are random. One or more", (), repeated=True),
+        Option(
+            "--model FOLDER",
+            "a folder with a config.json; without weights there each side makes random ones. One or more",
+            (),
+            repeated=True,
+        ),
         Option("--cards LIST", "CUDA devices; each measures one model at a time. Default: the first of them", ""),
         Option("--tensor-parallel N", "cards of --cards that share each model, on both sides", 1, minimum=1),
         Option("--sides LIST", "peer, ours or both", "peer,ours"),
@@ -213,7 +218,7 @@ COMPARE = {
 
 @command(COMPARE, takes_configuration=False)
 def compare(arguments: Arguments) -> int:
-    """Measure this engine and vLLM in process on the same cards, with random weights of any shape.
+    """Measure this engine and vLLM in process on the same cards, any shape; without its weights, with random ones.
 
     The exit code is 1 when a side of a model failed.
     """
@@ -271,7 +276,7 @@ def compare(arguments: Arguments) -> int:
             "settings": compare_engines.SETTINGS,
             "loaded_together": values["load_together"],
             "tensor_parallel": ranks,
-            "weights": "random",
+            "weights": {folder.name: compare_engines.load_format(folder) for folder in folders},
             "rows": compare_engines.joined(comparison.rows),
             "failures": comparison.failures,
             "gpu": gpus.summary(),

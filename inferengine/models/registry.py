@@ -63,4 +63,7 @@ def config_of(values: dict[str, Any], module: ModelFamily) -> DecoderConfig:
         config = dataclasses.replace(config, tied_embeddings=True)
     if config.num_heads % config.num_kv_heads:
         raise refused(f"config.json: {config.num_heads} heads do not divide among {config.num_kv_heads} KV heads")
+    moe = config.moe
+    if moe is not None and moe.num_chosen > moe.num_experts:
+        raise refused(f"config.json: num_experts_per_tok = {moe.num_chosen} is more than its {moe.num_experts} experts")
     return config
