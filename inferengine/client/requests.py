@@ -329,8 +329,8 @@ class OpenRequest:
         "model",
         "num_fruitless",
         "num_stalls",
-        "num_tokens_at_loss",
         "origin",
+        "progress_at_loss",
         "resubmit",
         "resubmitted_s",
         "retry_s",
@@ -352,7 +352,7 @@ class OpenRequest:
         self.retry_s = 0.0  # when a held request may be sent again
         self.num_stalls = 0
         self.num_fruitless = 0  # losses since it last made progress
-        self.num_tokens_at_loss = 0
+        self.progress_at_loss = 0
         self.failover: Callable[[OpenRequest, InferEngineError], InferEngineError | None] | None = None
         self.collectors: list[OutputCollector] = []
         for collector in collectors:
@@ -387,6 +387,11 @@ class OpenRequest:
     def begun(self) -> bool:
         """Whether output or an end has arrived: the request can no longer start over unnoticed."""
         return any(item.num_tokens or item.num_characters or item.finished for item in self.collectors)
+
+    @property
+    def progress(self) -> int:
+        """A number that grows with the output that arrives. Who attached for text alone gets no tokens."""
+        return sum(item.num_tokens + item.num_characters for item in self.collectors)
 
     @property
     def failed(self) -> bool:
@@ -1059,13 +1064,13 @@ def resume_refusal(request: OpenRequest, code: str, message: str = "") -> InferE
         if request.num_stalls >= MAX_STALLS:
             text = f"The request was in flight at {request.num_stalls} stalled steps: it is not run again."
             return InferEngineError("engine_stalled", text)
-    num_tokens = sum(collector.num_tokens for collector in request.collectors)
-    request.num_fruitless = request.num_fruitless + 1 if num_tokens == request.num_tokens_at_loss else 1
-    request.num_tokens_at_loss = num_tokens
+    progress = request.progress
+    request.num_fruitless = request.num_fruitless + 1 if progress == request.progress_at_loss else 1
+    request.progress_at_loss = progress
     if request.num_fruitless > MAX_FRUITLESS:
         text = f"The engine was lost {request.num_fruitless} times in a row before the request got on."
         return _restarted(f"{text} The last time: {message}" if message else text)
-    if num_tokens and _needs_seed(request):
+    if any(collector.num_tokens for collector in request.collectors) and _needs_seed(request):
         return _restarted("The engine that ran this request is gone, and its seed is not known.")
     return None
 

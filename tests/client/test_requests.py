@@ -261,6 +261,23 @@ def test_only_a_request_without_progress_is_given_up_after_repeated_losses() -> 
     assert moving.collectors[0].take().token_ids == list(range(8))
 
 
+@pytest.mark.parametrize("reply", ["tokens", "text"])
+def test_who_attached_and_reads_on_is_not_given_up_however_often_the_engine_is_lost(reply: str) -> None:
+    """A reader of text has no tokens that could grow."""
+    engine = ScriptedEngine()
+    request = engine.session.attach(bytes(16), [100], 1, reply)
+    for number in range(2 * MAX_FRUITLESS):
+        (message,) = engine.received(Attach)
+        engine.send(Accept(request.id, message.stream, 3))
+        if reply == "text":
+            engine.step([], [], text=[(message.stream, "a")])
+        else:
+            engine.step([message.stream], [number])
+        engine.die()
+        engine.come_back()
+    assert not request.finished
+
+
 def test_a_request_that_is_given_up_tells_the_last_reason() -> None:
     engine = ScriptedEngine()
     request = engine.submit()
@@ -446,11 +463,10 @@ def test_a_session_with_held_requests_does_not_wake_again_and_again() -> None:
 
 
 def test_a_request_that_an_engine_gives_up_is_sent_again_to_the_same_engine() -> None:
-    """A reader of a choice that had ended before, elsewhere, is told so by an engine that goes on."""
     engine = ScriptedEngine()
     request = engine.submit()
     engine.step([stream_of(request)], [11])
-    engine.end(stream_of(request), "error", ["engine_restarted", "This choice ended at an engine before this one."])
+    engine.end(stream_of(request), "error", ["engine_restarted", "The engine failed."])
     engine.run_until(1.0)
     (message,) = engine.received(Submit)
     assert message.resume == (array("I", [11]).tobytes(),)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from inferengine.client.requests import LOST_CODES
 from inferengine.engine.service import EngineService
 from inferengine.engine.services.preparation import TOKENS_PER_LOOK, advance
 from inferengine.errors import InferEngineError
@@ -66,6 +67,20 @@ def test_choices_that_have_ended_are_neither_run_nor_told(engine: EngineService,
     assert collected.accepts[20][0].n == 3
     assert 20 not in collected.done
     check_idle(engine)
+
+
+def test_who_attaches_to_a_choice_that_had_ended_before_reads_the_others_on(connect: Connect) -> None:
+    with run_service(step_s=0.01) as engine:
+        client, other = connect(engine), connect(engine)
+        params = {"seed": 5, "n": 2}
+        outputs = whole(client, 10, 2, max_tokens=12, params=params)
+        message = client.submit(20, max_tokens=12, params=params, resume=(None, to_u32(outputs[1][:4])))
+        client.expect(Accept)
+        other.send(Attach(message.id, 30, (len(outputs[0]) - 1, 2)))
+        collected = other.collect({30, 31})
+        assert collected.tokens == {31: outputs[1][2:]}
+        assert collected.done[30][0].detail[0] not in LOST_CODES  # after which it would attach again, to all choices
+        assert collected.done[31][0].reason == "length"
 
 
 def test_accept_tells_the_seed_that_goes_on(engine: EngineService, connect: Connect) -> None:

@@ -519,7 +519,9 @@ class RetainedSubmissions:
 ENOUGH_BYTES = 4 * 1024 * 1024  # in one message, of what is more than tokens: the others come in the next
 BYTES_PER_ROW, BYTES_PER_ALTERNATIVE = 16, 13  # of log-probabilities at one position
 MAX_KEPT_BYTES = 64 * 1024 * 1024  # of finished logs
-ENDED_ELSEWHERE = ("engine_restarted", "This choice ended at an engine before this one.")
+# The end of such a choice for a reader who had not heard it. After `engine_restarted` clients would attach again,
+# to all choices, and get the same answer until they gave up.
+ENDED_ELSEWHERE = ("not_found", "This choice ended at an engine before this one, and its output is gone with that.")
 MAX_COLUMNS = 64  # steps that logs may be behind their routing
 FEW_COLUMNS = 4  # with fewer it is quicker to give each token to its log than to cut the columns into rows
 MAX_GONE_SHARE = 8  # one in so many sequences may have ended for a change in place: beyond, a new routing is quicker
