@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inferengine.bench.environment import ROOT, git, revision
-from inferengine.bench.services import HERE, PeerPlace, local_service, peer_service, python_path
-from inferengine.config.environment import variables
+from inferengine.bench.services import HERE, NOTHING, PeerPlace, local_service, peer_service, python_path
+from inferengine.config.environment import variables, visible_cards
 from inferengine.errors import InferEngineError
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -461,6 +461,12 @@ def possible_runs(names: Sequence[str], devices: Sequence[str]) -> list[Run]:
     return [run for run in RUNS if run.cards <= len(devices) and all(map(find_spec, run.packages))]
 
 
+def machine_name(devices: Sequence[str]) -> str:
+    """Return how the files of results name this machine: h100 for "NVIDIA H100 80GB HBM3", cpu2 for two cores."""
+    models = [word.lower() for word in " ".join(devices[:1]).split() if any(letter.isdigit() for letter in word)]
+    return models[0] if models else f"cpu{os.cpu_count()}"
+
+
 def run_all(
     runs: Sequence[Run],
     machine: str,
@@ -471,10 +477,11 @@ def run_all(
     resume: bool = False,
     peer: PeerPlace = HERE,
 ) -> RunsReport:
-    """Run these, results to `folder` as NAME-MACHINE.json: the timed ones in turn, then the others side by side.
+    """Run these, results to `folder` as NAME-MACHINE.json: the timed ones in turn, then the others side by side. With
+    two cards the others have the second one and half of the cores meanwhile, and what needs several cards comes last.
 
-    `seconds`: begin none whose limit is beyond them; time for the longest that is not timed is kept. `resume`: skip
-    what has a result of this revision there. `peer`: where vLLM is.
+    `seconds`: begin none whose limit is beyond them; on one card time for the longest that is not timed is kept.
+    `resume`: skip what has a result of this revision there. `peer`: where vLLM is.
     """
     end = time.monotonic() + seconds
     outcome = RunsReport([], [])
@@ -485,7 +492,7 @@ def run_all(
         say(f"{name}: has a result of this revision")
     runs = [run for run in runs if run.name not in known]
 
-    def turn(run: Run, kept_s: float = 0.0) -> None:
+    def turn(run: Run, kept_s: float = 0.0, environment: Mapping[str, str] = NOTHING) -> None:
         left_s = end - time.monotonic() - kept_s
         if run.limit_s > left_s:
             say(f"{run.name}: not begun, it may take {run.limit_s:.0f} s and {max(0.0, left_s):.0f} s are left")
@@ -494,19 +501,36 @@ def run_all(
         say(f"{run.name}: begun, may take {run.limit_s:.0f} s")
         began = time.monotonic()
         try:
-            complaint = _run(run, folder / f"{run.name}-{machine}.json", peer)
+            complaint = _run(run, folder / f"{run.name}-{machine}.json", peer, environment)
         except InferEngineError as error:
             complaint = str(error)
         say(f"{run.name}: {complaint or 'done'} after {time.monotonic() - began:.0f} s")
         if complaint:
             outcome.failed.append(run.name)
 
-    others = [run for run in runs if not run.is_timed]
-    for run in runs:
-        if run.is_timed:
+    timed = [run for run in runs if run.is_timed and run.cards < 2]
+    others = sorted((run for run in runs if not run.is_timed), key=lambda run: -run.limit_s)
+    cards = visible_cards()
+    if len(cards) > 1 and timed and others:
+        cores = sorted(os.sched_getaffinity(0))
+        halves = cores[: len(cores) // 2], cores[len(cores) // 2 :]
+
+        def lane(card: int, lane_runs: Sequence[Run]) -> None:
+            os.sched_setaffinity(0, halves[card])  # of this thread, and of what it starts
+            for run in lane_runs:
+                turn(run, environment={"CUDA_VISIBLE_DEVICES": cards[card]})
+
+        rest = [others[place::SIDE_BY_SIDE] for place in range(SIDE_BY_SIDE)]
+        with ThreadPoolExecutor(1 + SIDE_BY_SIDE) as lanes:
+            list(lanes.map(lane, [0, *[1] * SIDE_BY_SIDE], [timed, *rest]))
+    else:
+        for run in timed:
             turn(run, max((other.limit_s for other in others), default=0.0))
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as lanes:
-        list(lanes.map(turn, sorted(others, key=lambda run: -run.limit_s)))
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as lanes:
+            list(lanes.map(turn, others))
+    for run in runs:
+        if run.is_timed and run.cards >= 2:
+            turn(run)
     return outcome
 
 
@@ -518,8 +542,9 @@ def _is_there(file: Path) -> bool:
         return False
 
 
-def _run(run: Run, file: Path, peer: PeerPlace) -> str:
-    """Return what went wrong; what it printed is in a log beside the result then."""
+def _run(run: Run, file: Path, peer: PeerPlace, environment: Mapping[str, str]) -> str:
+    """Return what went wrong; what it printed is in a log beside the result then. `environment`: variables besides
+    this process's."""
     flags = {"python": peer.python, "path": peer.path}
     places = {
         "json": file,
@@ -538,9 +563,9 @@ def _run(run: Run, file: Path, peer: PeerPlace) -> str:
             command += ["--weights"] if run.has_weights else []
             subprocess.run(command, cwd=ROOT, env={**variables(), "PYTHONPATH": python_path()}, check=True)
         if run.service is not None:
-            places["url"] = stack.enter_context(local_service(*words(run.service)))
+            places["url"] = stack.enter_context(local_service(*words(run.service), environment=environment))
         if run.theirs is not None:
-            places["theirs"] = stack.enter_context(peer_service(*words(run.theirs), peer=peer))
+            places["theirs"] = stack.enter_context(peer_service(*words(run.theirs), peer=peer, environment=environment))
         program, *arguments = words(run.command)
         command = [program] if program.startswith("scripts/") else ["-m", program]
         log = file.with_suffix(".log")
@@ -548,7 +573,7 @@ def _run(run: Run, file: Path, peer: PeerPlace) -> str:
             child = subprocess.Popen(
                 [sys.executable, *command, *arguments],
                 cwd=ROOT,
-                env={**variables(), "PYTHONPATH": python_path()},
+                env={**variables(), "PYTHONPATH": python_path(), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

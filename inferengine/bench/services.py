@@ -33,11 +33,15 @@ class PeerPlace(NamedTuple):
 
 
 HERE = PeerPlace()
+NOTHING: Mapping[str, str] = {}
 
 
 @contextmanager
-def local_service(*flags: str, core: int | None = None, name: str = "up") -> Iterator[str]:
+def local_service(
+    *flags: str, core: int | None = None, name: str = "up", environment: Mapping[str, str] = NOTHING
+) -> Iterator[str]:
     """Run `inferengine up` with these flags, on one core where that is given, and yield its HTTP address.
+    `environment`: variables besides this process's.
 
     Raises InferEngineError where it is not ready after START_S, with what it wrote last.
     """
@@ -48,13 +52,13 @@ def local_service(*flags: str, core: int | None = None, name: str = "up") -> Ite
         found = re.search(r"HTTP\s+(http://\S+)", text)
         return found.group(1) if found is not None and "Ready after" in text else ""
 
-    with _server(command, {"PYTHONPATH": python_path()}, name, address) as url:
+    with _server(command, {"PYTHONPATH": python_path(), **environment}, name, address) as url:
         yield url
 
 
 @contextmanager
-def peer_service(*flags: str, peer: PeerPlace) -> Iterator[str]:
-    """Run `vllm serve` with these flags, the model first, and yield its HTTP address.
+def peer_service(*flags: str, peer: PeerPlace, environment: Mapping[str, str] = NOTHING) -> Iterator[str]:
+    """Run `vllm serve` with these flags, the model first, and yield its HTTP address. `environment`: as above.
 
     Raises InferEngineError where it is not ready after START_S, with what it wrote last.
     """
@@ -70,7 +74,7 @@ def peer_service(*flags: str, peer: PeerPlace) -> Iterator[str]:
             return url
         return ""
 
-    with _server(command, {**PEER_VARIABLES, "PYTHONPATH": path}, "vllm serve", address):
+    with _server(command, {**PEER_VARIABLES, "PYTHONPATH": path, **environment}, "vllm serve", address):
         yield url
 
 

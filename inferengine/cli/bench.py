@@ -573,7 +573,7 @@ def evidence(arguments: Arguments) -> int:
         if not values["write"]:
             with GpuTrace() as gpus:
                 devices = [one["name"] for one in gpus.lap().get("devices", [])]
-            machine = devices[0].split()[-1].lower() if devices else f"cpu{environment()['cpus']}"
+            machine = evidence_files.machine_name(devices)
             runs = evidence_files.possible_runs(values["only"], devices)
             folder = Path(values["results"] or evidence_files.RESULTS)
             stream = sys.stderr if values["json"] else sys.stdout

@@ -180,6 +180,12 @@ def test_a_run_whose_package_is_not_installed_is_left_out_unless_it_is_named(mon
     assert [run.name for run in evidence.possible_runs(["not"], [])] == ["not"]
 
 
+def test_a_result_is_named_after_the_card_or_the_cores() -> None:
+    names = ["NVIDIA H100 80GB HBM3", "Tesla T4", "NVIDIA GeForce RTX 4090"]
+    assert [evidence.machine_name([name]) for name in names] == ["h100", "t4", "4090"]
+    assert evidence.machine_name([]).startswith("cpu")
+
+
 class TestRunning:
     """`evidence.run_all` on programs that are made for it, in a checkout of their own."""
 
@@ -241,6 +247,19 @@ class TestRunning:
         sides = [self.program(checkout, f"side{number}", text, is_timed=False, limit_s=60.0) for number in (1, 2)]
         timed = self.program(checkout, "timed", "assert not list(json.parent.glob('*.json'))\njson.write_text('{}')")
         assert run(*sides, timed)[0] == ([], [])
+
+    def test_two_cards_work_at_once_and_then_together(
+        self, checkout: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(evidence, "visible_cards", lambda: ["3", "5"])
+        both = "while len(list(json.parent.glob('*.begun'))) < 2: time.sleep(0.01)\n"
+        text = "card = os.environ['CUDA_VISIBLE_DEVICES']\njson.with_suffix('.begun').touch()\n" + both
+        timed = self.program(checkout, "timed", text + "json.write_text(card)", cards=1, limit_s=60.0)
+        soak = self.program(checkout, "soak", text + "json.write_text(card)", cards=1, limit_s=60.0, is_timed=False)
+        text = "assert len(list(json.parent.glob('*-cpu2.json'))) == 2\njson.write_text('')"
+        ranks = self.program(checkout, "ranks", text, cards=2)
+        assert run(ranks, timed, soak)[0] == ([], [])
+        assert [(checkout / "out" / f"{name}-cpu2.json").read_text() for name in ("timed", "soak")] == ["3", "5"]
 
     def test_none_begins_that_could_end_too_late(self, checkout: Path, run: Any) -> None:
         text = "json.write_text('{}')"
