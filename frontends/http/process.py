@@ -25,6 +25,7 @@ from frontends.common.event_loop import collect_garbage_rarely
 from frontends.common.server import FrontendServer
 from frontends.http.app import make_app, make_metrics, make_quotas, make_service
 from frontends.http.middleware import TrustedProxies
+from frontends.http.openai.batch_store import check_folder
 from frontends.http.openai.response_store import make_database, remove_database
 from frontends.http.state import HttpState
 from frontends.http.telemetry import HttpMetrics
@@ -164,6 +165,7 @@ def run_http(config: Config, reload: Reload | None = None) -> int:
     read_origins("http.cors_origins", config.http.cors_origins)
     TrustedProxies(config.http.trusted_proxies)
     check_engines(config)
+    check_folder(config)
     tls_files("http", config.http.tls_certificate, config.http.tls_key)
     logger.info("listening", extra={"fields": {"address": address, "workers": num_workers}})
     shared = Shared(sockets, make_metrics(num_workers), keys, make_quotas(config, keys))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -23,7 +24,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from frontends.common.json import dumps, parse
 from inferengine.config import Config, state_directory
-from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.errors import ConfigError, InferEngineError, InvalidRequest
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "batches.sqlite3"
 LOCK_WAIT_S = 30.0
@@ -116,6 +119,35 @@ class Limits(NamedTuple):
 def store_folder(config: Config) -> Path:
     """Return where files and batches are kept: `http.files_folder`, else a folder of this engine's name."""
     return Path(config.http.files_folder or state_directory() / f"{config.engine.name}-files")
+
+
+def check_folder(config: Config) -> None:
+    """Raise ConfigError where files cannot be kept in `http.files_folder`; log a warning where it is not set and its
+    default cannot be written, as in a container without a volume. Creates nothing."""
+    folder = store_folder(config)
+    reason = _unwritable(folder)
+    if not reason:
+        return
+    if config.http.files_folder:
+        raise ConfigError(
+            "http.files_folder",
+            f"{folder}: {reason}. Name a folder that this process can write, or leave it empty for the default",
+        )
+    text = "%s: %s. Uploaded files and batches are refused: set http.files_folder to a folder that can be written"
+    logger.warning(text, folder, reason)
+
+
+def _unwritable(folder: Path) -> str:
+    """Return why the database cannot be kept in this folder, which may not exist yet; empty where it can."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    if not existing.is_dir():
+        return f"{existing} is no folder"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} cannot be written by this user"
+    database = folder / FILE_NAME
+    if database.exists() and not os.access(database, os.R_OK | os.W_OK):
+        return f"{FILE_NAME} in it cannot be written by this user"
+    return ""
 
 
 def store_limits(config: Config) -> Limits:

@@ -18,6 +18,7 @@ from frontends.common.auth import entry, new_key
 from frontends.http.openai import batch_runner, batch_store
 from frontends.http.openai.batch_store import BatchStore
 from frontends.http.openapi import ANSWERS
+from inferengine.config import Config
 from inferengine.wire.messages import Submit
 from tests.frontends.http.builders import House, house, ids, says, wait_until
 from tests.frontends.http.test_openapi import answer_validator
@@ -277,6 +278,20 @@ def test_the_next_front_end_goes_on_where_the_last_one_was(tmp_path: Path) -> No
         texts = [one["response"]["body"]["choices"][0]["message"]["content"] for one in written]
         assert texts.count("the fox") == 5
         assert texts.count("the quick brown fox") == len(second.engine.submits) == 15
+
+
+def test_a_default_folder_that_cannot_be_written_is_told_at_start_and_refuses_nothing_but_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "file"))
+    batch_store.check_folder(Config())
+    assert "file is no folder. Uploaded files and batches are refused: set http.files_folder" in caplog.text
+    monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "new"))
+    caplog.clear()
+    batch_store.check_folder(Config())
+    assert not caplog.records
+    assert not (tmp_path / "new").exists()
 
 
 def test_only_one_front_end_runs_the_batches_of_a_folder(tmp_path: Path) -> None:

@@ -86,6 +86,14 @@ def test_a_file_that_is_not_there_is_named(flag: str, complaint: str) -> None:
     assert complaint in ended.stderr
 
 
+def test_a_files_folder_that_cannot_be_written_is_refused_at_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ended = run("http", "--http.files_folder", str(tmp_path / "file" / "batches"))
+    assert ended.returncode == ExitCode.USAGE
+    assert "http.files_folder" in ended.stderr
+    assert "file is no folder. Name a folder that this process can write" in ended.stderr
+
+
 @pytest.mark.parametrize(("name", "key"), [("http", "http.cors_origins"), ("ws", "ws.origins")])
 def test_an_origin_without_its_scheme_is_refused_at_start(name: str, key: str) -> None:
     ended = run(name, f"--{key}", "app.example")
