@@ -122,7 +122,7 @@ class ChoiceLog:
         self._waiting.append(callback)
         if not self._is_listening:
             self._is_listening = True
-            self._stream.on_output(self._noted)
+            self._stream.on_output(self._on_stream_output)
 
     def take_news(self) -> None:
         """Take new output into the log and call those who wait for it."""
@@ -154,7 +154,7 @@ class ChoiceLog:
             await self.wait(len(self.token_ids))
         return self.finish
 
-    def _noted(self) -> None:
+    def _on_stream_output(self) -> None:
         self._coalescer.add(self)  # later, because the engine's message may have more
 
 
@@ -382,15 +382,15 @@ class RequestMetadata(NamedTuple):
         return body if unpacker.eof else b""
 
 
-def pack_metadata(note: RequestMetadata) -> bytes:
+def pack_metadata(metadata: RequestMetadata) -> bytes:
     """Pack metadata for the engine. A body that is too large is left out: the request can then be resumed only by
     sending it again."""
-    body, zipped = note.body, len(note.body) > COMPRESS_ABOVE_BYTES
+    body, zipped = metadata.body, len(metadata.body) > COMPRESS_ABOVE_BYTES
     if zipped:
         body = zlib.compress(body, 1)
-    whole = msgpack.packb([VERSION, note.tenant, note.path, note.label, note.created, zipped, body])
+    whole = msgpack.packb([VERSION, metadata.tenant, metadata.path, metadata.label, metadata.created, zipped, body])
     if len(whole) > MAX_NOTE_BYTES:
-        whole = msgpack.packb([VERSION, note.tenant, "", note.label, note.created, False, b""])
+        whole = msgpack.packb([VERSION, metadata.tenant, "", metadata.label, metadata.created, False, b""])
     return bytes(whole)
 
 

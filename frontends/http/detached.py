@@ -232,18 +232,18 @@ class LogSubmitter:
         registry: Registry,
         state: StreamState,
         key: ApiKey,
-        note: RequestMetadata | None,
+        metadata: RequestMetadata | None,
         adapter: str,
         *,
         session: str = "",
         share: tuple[str, ...] = (),
     ) -> None:
-        """`note`: metadata to store with the request; None: resume a request that exists. `session`: for requests
+        """`metadata`: what to store with the request; None: resume a request that exists. `session`: for requests
         without one. `share`: see `frontends.common.shares`."""
         self._registry = registry
         self._state = state
         self._key = key
-        self._note = note
+        self._metadata = metadata
         self._adapter = adapter
         self._session = session
         self._share = share
@@ -253,7 +253,7 @@ class LogSubmitter:
         """Submit, or resume, the next prompt of the request."""
         arguments |= {"session": arguments.get("session") or self._session, "share": self._share}
         request_id, n = self._state.request_id(self._num_prompts), params.n
-        if self._note is None:
+        if self._metadata is None:
             log = self._registry.resume(request_id, n, detached=True, context_ids=())
         else:
             log = self._registry.submit(
@@ -262,7 +262,7 @@ class LogSubmitter:
                 request_id=request_id,
                 detached=True,
                 context_ids=(),
-                note=pack_metadata(self._note),
+                note=pack_metadata(self._metadata),
                 **self._key.restrict(arguments, self._adapter),
             )
         submission = LoggedSubmission(self._registry, log, self._state, self._num_choices, n, self._key.tenant)

@@ -36,7 +36,7 @@ LOAD_FLOOR = 4  # an engine with fewer requests is never overloaded
 NUM_PROBES = 21  # with so many the largest share of unknown prompts is about 1.05 times the average
 MAX_REPLICAS = 4  # engines remembered for one beginning
 COMPUTE_WEIGHT = 4.0  # waiting tokens to which one cached token is equivalent
-SHARE_MEMORY = 256  # requests over which the share of cached tokens is averaged
+RATIO_MEMORY = 256  # requests over which the ratio of uncached tokens is averaged
 REMEMBERED_BEGINNINGS = 1 << 18
 REMEMBERED_SESSIONS = 1 << 16
 CHARACTERS_PER_TOKEN = 4
@@ -174,14 +174,14 @@ class PrefixAffinity(Policy):
     def __init__(self, generator: random.Random) -> None:
         self._random = generator.random
         self._engines: dict[int, tuple[int, ...]] = {}  # by key: engines that got this beginning, the latest first
-        self._new_share = 1.0  # average share of a prompt's tokens that is not cached
+        self._uncached_ratio = 1.0  # average ratio of a prompt's tokens that is not cached
         self._ring: list[tuple[int, int]] = []  # (point, engine) of the available engines
         self._version = -1
 
     def pick(self, loads: EngineLoads, candidates: Sequence[int], prompt: PromptHashes) -> ChosenEngine:
         """Return the best of the engines that know the prompt's beginning and of two others, and remember it."""
         requests, waiting, sent = loads.num_requests, loads.waiting_tokens, loads.sent_tokens
-        over = 1.0 - self._new_share  # STATUS counts whole prompts, so this share of it is cached and costs nothing
+        over = 1.0 - self._uncached_ratio  # STATUS counts whole prompts, so this part of it is cached and costs nothing
         is_all = candidates is loads.available
         bound = loads.bound(candidates)
         num_known, known = self._known(loads, prompt)
@@ -201,7 +201,7 @@ class PrefixAffinity(Policy):
             best = min(candidates, key=requests.__getitem__)  # the least loaded is never above the bound
         self._remember(prompt.keys, best)
         num_new = max(1, prompt.num_tokens - num_cached)
-        self._new_share += (num_new / max(1, prompt.num_tokens) - self._new_share) / SHARE_MEMORY
+        self._uncached_ratio += (num_new / max(1, prompt.num_tokens) - self._uncached_ratio) / RATIO_MEMORY
         return ChosenEngine(best, num_new)
 
     def _known(self, loads: EngineLoads, prompt: PromptHashes) -> tuple[int, tuple[int, ...]]:
@@ -296,7 +296,7 @@ class SessionEngines:
     def __init__(self) -> None:
         self._engines: dict[int, int] = {}  # by key, the oldest use first
 
-    def note(self, key: int, engine: int) -> None:
+    def remember(self, key: int, engine: int) -> None:
         """Remember that the session is at this engine now."""
         self._engines.pop(key, None)
         self._engines[key] = engine
@@ -376,13 +376,13 @@ class LoadBalancer:
     def note_session(self, prompt: PromptHashes, engine: int) -> None:
         """Remember where the prompt's session is now, if it has one."""
         if prompt.session is not None:
-            self._sessions.note(prompt.session, engine)
+            self._sessions.remember(prompt.session, engine)
 
     def learn(self, engine: int, beginnings: Iterable[int], sessions: Iterable[int]) -> None:
         """Record what some front end sent to an engine: keys from `remembered_beginnings`, and keys of sessions."""
         self._policy.learn(engine, beginnings)
         for key in sessions:
-            self._sessions.note(key, engine)
+            self._sessions.remember(key, engine)
 
 
 def make_prompt(prompt: Sequence[int] | str, salt: bytes, session: int | None = None) -> PromptHashes:

@@ -469,9 +469,9 @@ class _Fit:
         self.sum_xx += num_draft_tokens**2
         self.sum_xy += num_draft_tokens * extra_s
 
-    def fade(self, share: float) -> None:
+    def fade(self, factor: float) -> None:
         for name in self.__slots__:
-            setattr(self, name, share * getattr(self, name))
+            setattr(self, name, factor * getattr(self, name))
 
     def line(self) -> tuple[float, float]:
         """Return the fitted line as (value at 0, slope)."""

@@ -392,7 +392,7 @@ class StepWatchdog:
                 "decodes": plan.num_decodes,
                 "tokens": plan.num_tokens,
                 "draws": plan.num_sampled,
-                "guesses": sum(plan.num_drafts),
+                "draft_tokens": sum(plan.num_drafts),
                 "chunks": plan.counts[plan.num_decodes :][:MOST_NAMED],
                 "longest_context": max((s + c for s, c in zip(plan.starts, plan.counts, strict=True)), default=0),
                 "features": features,

@@ -184,7 +184,7 @@ class DecodeGraphs:
             self._captured[size, needs] = CapturedStep(graph, logits, ids)
             progress((index + 1) / total)
         for index, size in enumerate(reversed(self.shared_sizes)):
-            graph, (logits, ids) = capture.capture(partial(self.compute, size, None, shares=True))
+            graph, (logits, ids) = capture.capture(partial(self.compute, size, None, has_shared=True))
             self._captured_shared[size] = CapturedStep(graph, logits, ids)
             progress((len(self._graphs) + index + 1) / total)
 
@@ -194,7 +194,7 @@ class DecodeGraphs:
         for size in self.sizes:
             self.compute(size, None)
         for size in self.shared_sizes:
-            self.compute(size, None, shares=True)
+            self.compute(size, None, has_shared=True)
         for needs in DRAWS:
             self.compute(self.sizes[0], needs)
 
@@ -258,11 +258,11 @@ class DecodeGraphs:
         return self.slots.tokens.view(-1).index_select(0, self._columns[3, :size])
 
     def compute(
-        self, size: int, needs: int | None, *, shares: bool = False
+        self, size: int, needs: int | None, *, has_shared: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the logits [size, V] of what was uploaded, and its draws: what a graph holds. `shares`: some rows
+        """Compute the logits [size, V] of what was uploaded, and its draws: what a graph holds. `has_shared`: some rows
         share prefixes."""
-        batch = self.shared_batch(size) if shares else self.batch(size)
+        batch = self.shared_batch(size) if has_shared else self.batch(size)
         batch.input_ids = self.input_ids(size)
         batch.plans = [
             self.ops.prepare_attention(batch, group, kv, window) for group, (kv, window) in enumerate(self.group_caches)

@@ -56,7 +56,7 @@ def read_draft_config(folder: Path, target: DecoderConfig, max_model_len: int) -
     return config
 
 
-def share_of_target(budget_bytes: int, target: DecoderConfig, draft: DecoderConfig) -> int:
+def target_kv_bytes(budget_bytes: int, target: DecoderConfig, draft: DecoderConfig) -> int:
     """Return the target's bytes of the KV budget, when the draft's cache has as many blocks."""
     item = 2  # cancels out: both caches have the same type
     own = sum(target.kv_bytes_per_token(group, item) for group in range(len(target.group_windows)))

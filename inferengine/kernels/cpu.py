@@ -512,11 +512,13 @@ _HALVES = torch.tensor([[1.0, 1.0], [-1.0, 1.0]]).view(2, 2, 1)  # cosines as th
 
 
 def without_sinks(mixed: torch.Tensor, scores: torch.Tensor, sinks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Take from results [.. * K, Q * H / K, D], in place, the share of the heads' sinks [H]. `scores` of the same rows
-    [.. * K, Q * H / K, keys] are those of the softmax."""
+    """Scale results [.. * K, Q * H / K, D] in place by the softmax mass that the sinks [H] of the heads leave.
+
+    `scores` of the same rows [.. * K, Q * H / K, keys] are those of the softmax.
+    """
     by_head = scores.float().logsumexp(-1).view(-1, num_kv_heads, mixed.shape[1])
-    shares = torch.sigmoid(by_head - _by_query(sinks, num_kv_heads, mixed.shape[1]))
-    return mixed.mul_(shares.view(*mixed.shape[:2], 1).to(mixed.dtype))
+    kept = torch.sigmoid(by_head - _by_query(sinks, num_kv_heads, mixed.shape[1]))
+    return mixed.mul_(kept.view(*mixed.shape[:2], 1).to(mixed.dtype))
 
 
 def _by_query(sinks: torch.Tensor, num_kv_heads: int, num_rows: int) -> torch.Tensor:
@@ -564,15 +566,15 @@ def _decode(
         return _by_token(partial, plan, num_rows, num_kv_heads, num_heads * value_dim)
     of_items = logsumexp_of(scores, weights).view(plan.num_items, -1).numpy()
     top = np.maximum.reduceat(of_items, plan.row_begin, axis=0)
-    share = np.exp(of_items - top[plan.host_rows])
-    total = np.add.reduceat(share, plan.row_begin, axis=0)
+    mass = np.exp(of_items - top[plan.host_rows])
+    total = np.add.reduceat(mass, plan.row_begin, axis=0)
     if sinks is not None:
         total += np.exp(_by_query(sinks, num_kv_heads, scores.shape[1]).numpy().reshape(1, -1) - top)
     if logsumexp is not None:
         by_row = torch.from_numpy(top + np.log(total))
         logsumexp.copy_(_by_token(by_row, plan, num_rows, num_kv_heads, num_heads))
-    share /= total[plan.host_rows]
-    partial = partial.view(plan.num_items, -1, value_dim).mul_(torch.from_numpy(share).unsqueeze(-1))
+    mass /= total[plan.host_rows]
+    partial = partial.view(plan.num_items, -1, value_dim).mul_(torch.from_numpy(mass).unsqueeze(-1))
     out = torch.zeros(num_rows, partial.shape[1] * value_dim, dtype=q.dtype)
     out.index_add_(0, plan.rows, partial.view(plan.num_items, -1))
     return _by_token(out, plan, num_rows, num_kv_heads, num_heads * value_dim)
@@ -626,8 +628,8 @@ def _prompt_tile(
         scores.add_(tile.mask)
         mixed = torch.matmul(torch.softmax(scores, -1), values)
         if sinks is not None:
-            shares = torch.sigmoid(scores.float().logsumexp(-1) - sinks.view(num_kv_heads, group_heads, 1))
-            mixed.mul_(shares.unsqueeze(-1).to(mixed.dtype))
+            kept = torch.sigmoid(scores.float().logsumexp(-1) - sinks.view(num_kv_heads, group_heads, 1))
+            mixed.mul_(kept.unsqueeze(-1).to(mixed.dtype))
     return mixed.permute(2, 0, 1, 3).reshape(count, num_heads * value_dim)
 
 

@@ -29,7 +29,7 @@ class Reload:
         self._config = config
         self._read = read
         self._due = False
-        signal.signal(signal.SIGHUP, lambda *_: self.note())
+        signal.signal(signal.SIGHUP, lambda *_: self.request())
 
     def run_if_due(self, also: Callable[[], None] = lambda: None) -> None:
         """Reload and then call `also`, if there was a SIGHUP."""
@@ -45,7 +45,7 @@ class Reload:
             self._apply(fresh)
         also()
 
-    def note(self) -> None:
+    def request(self) -> None:
         """Record a SIGHUP."""
         self._due = True
         self.on_signal()

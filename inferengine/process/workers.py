@@ -172,7 +172,7 @@ class Workers:
     def _hang_up(self) -> None:
         """Pass SIGHUP on: each worker reloads what it can, and this process its own part."""
         if self._reload is not None:
-            self._reload.note()
+            self._reload.request()
             self._reload.run_if_due()
         for pid in self._started:
             os.kill(pid, signal.SIGHUP)

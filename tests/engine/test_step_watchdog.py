@@ -161,6 +161,7 @@ def test_a_stall_names_what_ran_and_who_asked(bench: Bench) -> None:
     assert stall.fields["rows"] == 2
     assert stall.fields["tokens"] == 41
     assert stall.fields["chunks"] == [40]
+    assert stall.fields["draft_tokens"] == 0
     assert stall.fields["requests"] == ["0", "1", "2"]
     assert any("test_step_watch" in frame for frame in stall.fields["at"]), "where the loop's thread is"
     assert "step 1 (mixed, 2 rows, 41 tokens) is not done after" in stall.summary

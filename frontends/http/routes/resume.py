@@ -22,14 +22,14 @@ async def read_stream(request: Request) -> Response:
     service: HttpState = request.app.state.service
     text = request.path_params["id"]
     state = StreamState(read_stream_id(text), read_position(request.headers.get("last-event-id"), text))
-    note = await _metadata_of(service, request, state)
-    route = next((one for one in request.app.routes if isinstance(one, Route) and one.path == note.path), None)
-    body = note.request_body(service.config.http.max_body_bytes)
+    metadata = await _metadata_of(service, request, state)
+    route = next((one for one in request.app.routes if isinstance(one, Route) and one.path == metadata.path), None)
+    body = metadata.request_body(service.config.http.max_body_bytes)
     if route is None or not body:
         message = "This stream's request is not kept: send it again with the header x-stream-id to read on."
         raise InferEngineError("not_found", message)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    scope = {**request.scope, "method": "POST", "path": note.path, "headers": headers, "request_id": note.label}
+    scope = {**request.scope, "method": "POST", "path": metadata.path, "headers": headers, "request_id": metadata.label}
     request.scope["stream"] = scope["stream"] = state
     answer: Response = await route.endpoint(Request(scope, _Replay(request, body).receive))
     return answer
@@ -39,8 +39,8 @@ async def cancel_stream(request: Request) -> Response:
     """Cancel a detached request. For its readers the choices end with `abort`."""
     service: HttpState = request.app.state.service
     state = StreamState(read_stream_id(request.path_params["id"]), read_position(None, ""))
-    note = await _metadata_of(service, request, state)
-    for prompt in range(_num_prompts(note, service.config.http.max_body_bytes)):
+    metadata = await _metadata_of(service, request, state)
+    for prompt in range(_num_prompts(metadata, service.config.http.max_body_bytes)):
         service.engines.cancel_request(state.request_id(prompt))
     return Response(status_code=204)
 
@@ -55,15 +55,15 @@ async def _metadata_of(service: HttpState, request: Request, state: StreamState)
         known = True
     finally:
         service.registry.leave(log, forget=not known)
-    note = unpack_metadata(log.note)
-    if note.tenant != key.tenant:
+    metadata = unpack_metadata(log.note)
+    if metadata.tenant != key.tenant:
         raise InferEngineError("not_found", "There is no such stream.")
-    return note
+    return metadata
 
 
-def _num_prompts(note: RequestMetadata, most_body_bytes: int) -> int:
+def _num_prompts(metadata: RequestMetadata, most_body_bytes: int) -> int:
     try:
-        prompt = parse_object(note.request_body(most_body_bytes)).get("prompt")
+        prompt = parse_object(metadata.request_body(most_body_bytes)).get("prompt")
     except InferEngineError:
         return 1
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from inferengine.errors import ConfigError, DoesNotFit
-from inferengine.executor.draft_model import read_draft_config, share_of_target
+from inferengine.executor.draft_model import read_draft_config, target_kv_bytes
 from inferengine.executor.memory.plan import (
     GIB,
     MemoryPlan,
@@ -65,7 +65,7 @@ def misfit(settings: ExecutorSettings, plan: MemoryPlan, free_bytes: int) -> str
                 f"a KV cache of {plan.bytes_of_blocks / GIB:.1f} GiB is asked for (cache.num_blocks), and weights, "
                 f"activations and graphs leave {max(0, plan.left) / GIB:.1f}"
             )
-        return "" if plan.groups else _misfit_of_share(settings, plan)
+        return "" if plan.groups else _misfit_of_budget(settings, plan)
     left_bytes = free_bytes - plan.states - resident_bytes(settings, plan.weights + plan.draft_weights)
     return _misfit_of_host_cache(settings, plan, left_bytes)
 
@@ -84,12 +84,12 @@ def loading_bytes(settings: ExecutorSettings, plan: MemoryPlan) -> int:
     return plan.weights + numbers - codes
 
 
-def _misfit_of_share(settings: ExecutorSettings, plan: MemoryPlan) -> str:
+def _misfit_of_budget(settings: ExecutorSettings, plan: MemoryPlan) -> str:
     taken = plan.weights + plan.draft_weights + plan.activations + plan.slots + plan.graphs + plan.context + plan.states
-    share = device_budget_bytes(int(torch.cuda.mem_get_info(settings.device)[1]), settings.memory_fraction, 0)
+    budget = device_budget_bytes(int(torch.cuda.mem_get_info(settings.device)[1]), settings.memory_fraction, 0)
     return (
         f"{taken / GIB:.1f} GiB of weights, activations and graphs leave no room for a sequence in the "
-        f"{share / GIB:.1f} GiB that cache.memory_fraction allows"
+        f"{budget / GIB:.1f} GiB that cache.memory_fraction allows"
     )
 
 
@@ -101,7 +101,7 @@ def _misfit_of_host_cache(settings: ExecutorSettings, plan: MemoryPlan, left_byt
     budget = host_budget_bytes(max(0, left_bytes), settings.memory_fraction)
     if settings.draft_folder is not None:
         draft = read_draft_config(settings.draft_folder, whole, plan.cache.max_model_len)
-        budget = share_of_target(budget, config, draft)
+        budget = target_kv_bytes(budget, config, draft)
     try:
         groups = plan_groups(config, plan.cache, kv_dtype, budget)
     except ConfigError:

@@ -10,7 +10,7 @@ import torch
 
 from inferengine.core.executor import BlockUpdates, KVGroup
 from inferengine.executor.cuda_graphs import MixedShape
-from inferengine.executor.draft_model import read_draft_config, share_of_target
+from inferengine.executor.draft_model import read_draft_config, target_kv_bytes
 from inferengine.executor.memory.kv_cache import SAMPLE_TOKENS, sample_tokens, set_scales
 from inferengine.executor.memory.plan import (
     cache_settings,
@@ -78,7 +78,7 @@ def size_cache(runner: MeasuredRunner, max_model_len: int) -> CacheSize:
         budget, shapes = _agree(runner.communicator, budget, shapes, runner.device)
     if settings.draft_folder is not None:
         draft = read_draft_config(settings.draft_folder, runner.whole, max_model_len)
-        budget = share_of_target(budget, config, draft)
+        budget = target_kv_bytes(budget, config, draft)
     cache = cache_settings(settings, max_model_len)
     return CacheSize(plan_groups(config, cache, kv_dtype, budget), shapes)
 

@@ -19,7 +19,7 @@ from inferengine.config import CPU_CACHE_SHARE
 from inferengine.core.executor import KVGroup
 from inferengine.errors import ConfigError, DoesNotFit
 from inferengine.executor.cuda_graphs import MixedShape, graphs_to_capture, shapes_to_capture, shared_sizes
-from inferengine.executor.draft_model import read_draft_config, share_of_target
+from inferengine.executor.draft_model import read_draft_config, target_kv_bytes
 from inferengine.executor.memory.prefix_groups import shares_prefixes
 from inferengine.executor.parallel.communicator import inbox_bytes
 from inferengine.executor.settings import ExecutorSettings
@@ -284,9 +284,9 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
         budget = device_budget_bytes(device_bytes, settings.memory_fraction, taken)
         left = device_bytes - taken
     else:
-        share = device_bytes // settings.tensor_parallel  # ranks share the host's memory
-        budget = host_budget_bytes(max(0, share - weights - states), settings.memory_fraction)
-        left = share - states - resident_bytes(settings, weights + draft_weights)
+        rank_bytes = device_bytes // settings.tensor_parallel  # ranks share the host's memory
+        budget = host_budget_bytes(max(0, rank_bytes - weights - states), settings.memory_fraction)
+        left = rank_bytes - states - resident_bytes(settings, weights + draft_weights)
     full = window_bytes = 0
     for group, window in enumerate(config.group_windows):
         per_token = config.kv_bytes_per_token(group, kv_dtype.itemsize)
@@ -294,7 +294,7 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
             full += per_token
         else:
             window_bytes += per_token * settings.block_size * held_blocks(window, 1 << 40, settings.block_size)
-    own = budget if draft is None else share_of_target(budget, config, draft)
+    own = budget if draft is None else target_kv_bytes(budget, config, draft)
     try:
         groups = plan_groups(config, cache, kv_dtype, own) if own > 0 or cache.num_blocks else []
     except ConfigError:  # not even one sequence
@@ -389,21 +389,21 @@ def plan_groups(config: DecoderConfig, settings: CacheSettings, dtype: torch.dty
     else:
         typical = min(TYPICAL_TOKENS, settings.max_model_len)
         costs = [block_bytes(config, group, size, dtype) for group in range(len(windows))]
-        share, once = [held_blocks(window, typical, size) for window in windows], _blocks_once(windows, settings)
+        ratio, once = [held_blocks(window, typical, size) for window in windows], _blocks_once(windows, settings)
         rest = budget_bytes - sum(count * cost for count, cost in zip(once, costs, strict=True))
-        if rest < sum(count * cost for count, cost in zip(share, costs, strict=True)):  # hardly one sequence
-            share, once, rest = longest, [0] * len(windows), budget_bytes
-        whole = sum(count * cost for count, cost in zip(share, costs, strict=True))
+        if rest < sum(count * cost for count, cost in zip(ratio, costs, strict=True)):  # hardly one sequence
+            ratio, once, rest = longest, [0] * len(windows), budget_bytes
+        whole = sum(count * cost for count, cost in zip(ratio, costs, strict=True))
         units = rest / whole
         one = [held_blocks(window, settings.asked_model_len, size) for window in windows]
         one_bytes = sum(count * cost for count, cost in zip(one, costs, strict=True))
-        if one_bytes <= rest and any(int(units * each) < least for each, least in zip(share, one, strict=True)):
+        if one_bytes <= rest and any(int(units * each) < least for each, least in zip(ratio, one, strict=True)):
             units = (rest - one_bytes) / whole  # room for that one first, the rest for typical ones
         else:
             one = [0] * len(windows)
         counts = [
             min(int(units * each) + least + extra, most * settings.max_num_seqs)
-            for each, least, extra, most in zip(share, one, once, longest, strict=True)
+            for each, least, extra, most in zip(ratio, one, once, longest, strict=True)
         ]
     if min(counts) < 2:
         raise DoesNotFit(
@@ -440,7 +440,7 @@ def _blocks_once(windows: Sequence[int | None], settings: CacheSettings) -> list
 
 
 def device_budget_bytes(total: int, memory_fraction: float, taken: int) -> int:
-    """Return what a CUDA device's share leaves for the KV cache, where everything else takes `taken` bytes."""
+    """Return what a CUDA device's budget leaves for the KV cache, where everything else takes `taken` bytes."""
     return int(total * (memory_fraction or DEFAULT_CUDA_SHARE)) - taken
 
 
