@@ -153,7 +153,7 @@ def tune(
         return None
     card = torch.cuda.get_device_name(settings.device)
     environment = tables.Environment(card, torch.__version__, triton.__version__, tables.kernel_hash())
-    known = tables.shipped(card)
+    known = tables.shipped_for_chip(card)
     known.update(tables.load(tables_folder(), environment))
     missing = work if anew else to_measure(work.without(known), settings.tune)
     measured = any(missing) and budget_s > 0 and (anew or not has_crashed(tables_folder()))

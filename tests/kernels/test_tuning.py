@@ -463,3 +463,16 @@ def test_shipped_tables_can_be_read_and_name_kernels_that_take_their_shapes() ->
                 assert entry.best is None or takes(entry.best, key.product, count, key.width, key.columns)
                 assert entry.best_us <= entry.rules_us
     assert table.shipped("a card of another name").entries == {}
+
+
+def test_a_card_without_a_table_of_a_product_takes_that_of_the_same_chip(tmp_path: Path) -> None:
+    entries = example().entries
+    shared, *others = entries
+    rows = {row: entry._replace(best_us=2 * entry.best_us) for row, entry in list(entries[shared].items())[:1]}
+    for card, products in (("NVIDIA H200", entries), ("NVIDIA H100 80GB HBM3", {shared: rows})):
+        table.save(table.MeasuredTable(products), tmp_path, HERE._replace(card=card))
+    found = table.shipped_for_chip("NVIDIA H100 80GB HBM3", tmp_path).entries
+    assert found[shared] == rows
+    assert others
+    assert all(found[key] == entries[key] for key in others)
+    assert table.shipped_for_chip("NVIDIA B200", tmp_path).entries == {}

@@ -4,7 +4,7 @@ in JSON files by card and versions.
 A file holds the measurements of one card with one version of torch, of Triton and of the kernels, whose sources are
 hashed: another card, torch, Triton or kernel is measured anew. It lies beside the compiled kernels. The package
 brings tables of common shapes (tables/*.json), which hold for their card whatever the versions, where this machine has
-measured nothing itself.
+measured nothing itself. They choose for a card with the same chip too, where it has none of its own.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ ROWS = (
     *(768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
 )  # that are measured; a run reaches up to each of them from the one before
 SHIPPED = Path(__file__).with_name("tables")
+SAME_CHIP = (("NVIDIA H200", "NVIDIA H100 80GB HBM3"),)  # cards that differ by their memory alone
 KERNEL_SOURCES = (
     *("activation.py", "codes.py", "mma.py", "norm.py", "pdl.py", "rope_kv_write.py", "split_k.py"),
     *("gemm/*.py", "attention/decode.py", "moe/*.py"),
@@ -213,6 +214,23 @@ def shipped(card: str, folder: Path = SHIPPED) -> MeasuredTable:
         found = _read(file)
         if found is not None and found[0].card == card:
             table.update(found[1])
+    return table
+
+
+def shipped_for_chip(card: str, folder: Path = SHIPPED) -> MeasuredTable:
+    """Return the measurements that come with the package of a card, and for products without any those of cards with
+    the same chip: their choices hold here, their microseconds do not."""
+    table = MeasuredTable()
+    for cards in SAME_CHIP:
+        if card in cards:
+            for other in cards:
+                table.update(shipped(other, folder))
+    own = shipped(card, folder)
+    for key in own.entries:  # none of another card's numbers of rows beside its own
+        table.entries.pop(key, None)
+    for choice in own.choices:
+        table.choices.pop(choice, None)
+    table.update(own)
     return table
 
 
