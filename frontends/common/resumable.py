@@ -100,9 +100,10 @@ class ChoiceLog:
         self._waiting: list[Callable[[], None]] = []
         self._is_listening = False
 
-    def view(self, cursor: int) -> LogView:
-        """Return a new reader. Its first delta ends exactly at `cursor`, unless the log ends before."""
-        return LogView(self, cursor)
+    def view(self, cursor: int, most: int) -> LogView:
+        """Return a new reader. One of its deltas ends exactly at `cursor`, unless the log ends before. `most`: values
+        in one delta that take the reader a few milliseconds."""
+        return LogView(self, cursor, most)
 
     def cancel(self) -> None:
         """Cancel this choice, for all readers, without waiting for the engine."""
@@ -159,13 +160,17 @@ class ChoiceLog:
 
 
 class LogView:
-    """An iterator over a ChoiceLog. Each delta has all output since the last one."""
+    """An iterator over a ChoiceLog. Each delta has all output since the last one, or the next `most` values of it,
+    tokens and their log-probabilities: a reader that has a long output before it lets the event loop serve others
+    between two deltas."""
 
-    def __init__(self, log: ChoiceLog, cursor: int) -> None:
+    def __init__(self, log: ChoiceLog, cursor: int, most: int) -> None:
         self._log = log
         self._cursor = cursor
+        self._most = most
         self._position = 0
         self._ended = False
+        self._is_cut = False  # the last delta had not all output
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -173,13 +178,15 @@ class LogView:
     async def __anext__(self) -> Delta:
         if self._ended:
             raise StopAsyncIteration
+        if self._is_cut:
+            await asyncio.sleep(0)
         if not self.has_news:
             await self._log.wait(self._wanted)
         return self.take()
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` returns something. Tokens up to the cursor come in one delta."""
+        """Whether `take` returns something. Before the cursor it does once all tokens up to there have come."""
         return len(self._log.token_ids) > self._wanted or self._log.finish is not None
 
     @property
@@ -187,15 +194,18 @@ class LogView:
         return self._position if self._position >= self._cursor else self._cursor - 1
 
     def take(self) -> Delta:
-        """Return all new output without waiting. Call only when `has_news`."""
+        """Return the next output without waiting. Call only when `has_news`."""
         log, start = self._log, self._position
-        stop = self._cursor if start < self._cursor <= len(log.token_ids) else len(log.token_ids)
+        repeats, end = start < self._cursor, len(log.token_ids)
+        if repeats and end < self._cursor:
+            raise InferEngineError("invalid_request", f"there are only {end} tokens", field="cursors")
+        rows = log.logprobs
+        most = self._most if not rows else max(1, self._most // (1 + len(rows[-1].top_ids)))
+        stop = min(self._cursor if repeats else end, start + most)
         self._position = stop
-        repeats = start < self._cursor
-        self._ended = log.finish is not None and not repeats
-        if repeats and len(log.token_ids) < self._cursor:
-            raise InferEngineError("invalid_request", f"there are only {stop} tokens", field="cursors")
-        logprobs = None if log.logprobs is None else log.logprobs[start:stop]
+        self._is_cut = stop < end
+        self._ended = log.finish is not None and not repeats and stop == end
+        logprobs = None if rows is None else rows[start:stop]
         return Delta(log.token_ids[start:stop], "", logprobs, log.finish if self._ended else None)
 
     def take_one(self) -> int | None:

@@ -25,6 +25,7 @@ from inferengine.sampling_params import SamplingParams
 from inferengine.wire.messages import ID_BYTES, Accept
 
 _POSITION = re.compile(r"([0-9a-f]{32}):(\d{1,9}e?(?:,\d{1,9}e?)*)")
+MOST_VALUES = 256  # tokens and log-probabilities in one delta: each token is an event, which takes some 13 us
 _END = "e"  # after a choice's number of tokens: the client has its end, too
 
 
@@ -136,7 +137,7 @@ class LoggedStream:
             return self._end(error)
         if self._view is None:
             await self._submission.accepted()
-            self._view = self._submission.log.choices[self._choice].view(self._cursor)
+            self._view = self._submission.log.choices[self._choice].view(self._cursor, MOST_VALUES)
         self._reader = asyncio.current_task()
         try:
             return await self._view.__anext__()

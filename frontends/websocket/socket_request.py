@@ -62,6 +62,9 @@ class ChoiceEnd(NamedTuple):
     finish: Finish | None
 
 
+MOST_VALUES = 4096  # tokens and log-probabilities in one frame: they take up to some 1 us each
+
+
 class ChoiceWriter:
     """Writes a choice's delta frames. `run` returns the content of its done frame."""
 
@@ -88,12 +91,12 @@ class ChoiceWriter:
         self._options = options
         self._tokenizer = tokenizer
         self._log = log
-        self._view = log.view(cursor)
+        self._view = log.view(cursor, MOST_VALUES)
         self._choice = ChoiceOutput(index, (), self._view, text)
         self._channel = channel
         self._head = channel.delta_head(options.name, index)
         self._message = None if output.parser.is_plain else MessageText(output, options.request_id, index)
-        self._repeats = cursor > 0  # the first piece ends at the cursor: the client has its text
+        self._cursor = cursor  # a piece ends there: the client has the text of those before
         self._has_extras = options.return_token_ids or params.logprobs is not None or self._message is not None
         self._is_plain = not self._has_extras and self._choice.is_plain
         self._last: ChoiceEnd | None = None
@@ -114,11 +117,12 @@ class ChoiceWriter:
                 await self._waiter
                 if self._failure is not None:
                     raise self._failure
-                if self._last is None:  # there was no room
+                if self._last is None:  # there was no room, or there is more than one piece
                     await self._channel.wait_for_room()
                     self._log.catch_up()
                     if self._view.has_news:
                         self._write()
+                    await asyncio.sleep(0)  # a long output is written piece by piece, and others in between
         finally:
             self._done = True
             self._waiter = self._failure = None  # both may have an error, and with it the frames that have this object
@@ -132,30 +136,31 @@ class ChoiceWriter:
             self._wake()
             return
         try:
-            while self._last is None and self._view.has_news:  # twice where the first piece ends at the cursor
+            if self._view.has_news:
                 self._write()
         except Exception as error:
             self._failure = error
-        if self._last is None and self._failure is None:
+        if self._last is None and self._failure is None and not self._view.has_news:
             self._log.when_news(self._on_news)
         else:
             self._wake()
 
     def _write(self) -> None:
-        """Write all new output as one frame. Only when there is output and room."""
+        """Write the next piece of output as one frame. Only when there is output and room."""
         if self._is_plain and not self._repeats and (token_id := self._view.take_one()) is not None:
             text = self._choice.read_plain(token_id)
             if text:
                 self._channel.delta(self._head, self._choice.num_tokens, text)
             return
+        repeats = self._repeats
         (piece,) = self._choice.read(self._view.take(), per_token=False)
         if piece.error is not None:
             raise piece.error
         fields: dict[str, Any] = {}
         if self._message is not None:
             piece, fields = self._message.read(piece)
-        if self._repeats:
-            self._repeats, piece, fields = False, piece._replace(text="", token_ids=[], logprobs=None), {}
+        if repeats:
+            piece, fields = piece._replace(text="", token_ids=[], logprobs=None), {}
             if not piece.is_last:
                 return
         extra = self._extra(piece, fields) if self._has_extras else {}
@@ -165,6 +170,11 @@ class ChoiceWriter:
             self._channel.delta_with(self._options.name, self.index, piece.num_tokens, piece.text, extra)
         elif piece.text:
             self._channel.delta(self._head, piece.num_tokens, piece.text)
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether the client has the text of the next piece."""
+        return self._choice.num_tokens < self._cursor
 
     def _extra(self, piece: Piece, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the frame's fields beside the text."""

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from frontends.websocket import socket_request
 from tests.frontends.websocket.builders import (
     Reading,
     make_engine,
@@ -41,8 +42,10 @@ def resume(client, reading, **rest):
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_dropped_connection_loses_and_repeats_nothing(tmp_path, kind, seed):
+def test_a_dropped_connection_loses_and_repeats_nothing(tmp_path, kind, seed, monkeypatch):
     generator = random.Random(seed)
+    if seed % 2:  # the output before the cursor is read in several pieces
+        monkeypatch.setattr(socket_request, "MOST_VALUES", 3)
     with (
         make_engine(tmp_path, lambda prompt, choice: TEXT, files=model_files(kind)) as engine,
         serving(engine) as server,
