@@ -37,6 +37,7 @@ def children(parent: int) -> dict[str, int]:
 
 
 def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds that a process has used."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.idle import cpu_seconds
 from benchmarks.shapes import SHAPES, write_dummy_model
 from inferengine.bench.environment import write_result
 from inferengine.client import Client
@@ -57,7 +58,7 @@ def start_engine(words: list[str], environment: dict[str, str]) -> EngineStart:
         process = _start(["engine", *words, "--wire.socket", address], {**environment, "NOTIFY_SOCKET": path})
         try:
             ready_s = _wait_ready(process, notify, began)
-            cpu_s = _cpu_seconds(process.pid)
+            cpu_s = cpu_seconds(process.pid)
             client = Client(address, status_address="")
             client.connect(TIMEOUT_S)
             params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -209,11 +210,6 @@ def _wait_ready(process: subprocess.Popen[bytes], notify: socket.socket, began: 
         if select.select([notify], [], [], 1.0)[0] and b"READY=1" in notify.recv(8192):
             return time.monotonic() - began
     raise SystemExit(f"the engine did not get ready; exit code {process.poll()}")
-
-
-def _cpu_seconds(pid: int) -> float:
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _start(words: list[str], environment: dict[str, str], **more: Any) -> subprocess.Popen[bytes]:

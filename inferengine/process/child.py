@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from inferengine.process.system import PR_SET_PDEATHSIG
+
 MAX_LINE_BYTES = 64 * 1024
 LEAVE_S = 0.5  # how long a child that has given up may take to exit; a call into a device may block it
 FIRST_INHERITED_DESCRIPTOR = 3
-PR_SET_PDEATHSIG = 1
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that a supervisor sends to its children
 
 

@@ -43,9 +43,6 @@ class EngineProcess:
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
 
-    def thaw(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
     def drain(self) -> None:
         self.process.terminate()
 

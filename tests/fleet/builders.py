@@ -6,24 +6,9 @@ from typing import Any
 
 from inferengine.fleet.ledger import Action, Drain, EngineStage, Ledger, Remove, Start
 from inferengine.fleet.scaling import Load
-from inferengine.fleet.spec import FleetSpec
 
 STARTS_S = 5.0
 DRAINS_S = 3.0
-
-
-def make_spec(**fields: Any) -> FleetSpec:
-    defaults: dict[str, Any] = {
-        "settings": {},
-        "least": 1,
-        "most": 1,
-        "cpus": 1.0,
-        "gpus": 0,
-        "tensor_parallel": 1,
-        "drain_timeout_s": 30.0,
-        "watchdog_s": 0.0,
-    }
-    return FleetSpec(**{**defaults, **fields})
 
 
 def make_report(**fields: Any) -> dict[str, Any]:

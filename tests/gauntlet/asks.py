@@ -83,10 +83,6 @@ def some_ids(rng: random.Random, space: Space, count: int) -> list[int]:
     return [rng.randrange(SPECIAL_IDS, space.vocab_size) for _ in range(count)]
 
 
-def _log_uniform(least: float, most: float) -> Draw:
-    return lambda rng, space: round(least * (most / least) ** rng.random(), 4)
-
-
 def _one_of(*values: Any) -> Draw:
     return lambda rng, space: rng.choice(values)
 

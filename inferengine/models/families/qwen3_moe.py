@@ -7,11 +7,10 @@ import dataclasses
 
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import llama
-from inferengine.models.decoder import WeightMap, moe_targets
-from inferengine.models.families.qwen2_moe import read_moe
+from inferengine.models.families import qwen2_moe
 from inferengine.models.hf_config import ConfigReader
 
-build = llama.build
+build, weight_map = llama.build, qwen2_moe.weight_map
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
@@ -20,10 +19,4 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     window = config.integer("sliding_window", 4096) if config.value("sliding_window") is not None or on else None
     windows = (window if on else None,) * config.integer("num_hidden_layers")
     shared = llama.read_decoder(config, windows)
-    return dataclasses.replace(shared, qk_norm=True, moe=read_moe(config))
-
-
-def weight_map(config: DecoderConfig) -> WeightMap:
-    """Say where each tensor of a checkpoint goes."""
-    names = llama.decoder_weight_map()
-    return names._replace(targets=names.targets | moe_targets("model.layers.{}.mlp", config.moe))
+    return dataclasses.replace(shared, qk_norm=True, moe=qwen2_moe.read_moe(config))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 _HOW = "[How do I|How can I|How to|Tell me how to|What do I do to|How does one|Show me how to|What must I do to|I want to|How would I|Explain how to]"
 _WHICH = "[Which|What|On which|On what|At which]"
-_WHAT_IS = "[What is|What's|Tell me|Explain|Describe|Tell me about|Can you explain|What do you know about]"
 _IT = "[InferEngine|the engine|this engine|this server|the service|inferengine]"
 
 # (questions, answer): a question pattern may be spun in many ways, each counts as one phrasing

@@ -8,6 +8,7 @@ import socket
 import tempfile
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,11 @@ HEADERS = {"content-type": "application/json"}
 
 def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text)
+
+
+def prompt_of(house: House) -> str:
+    """Return the prompt that the engine was sent last."""
+    return TOKENIZER.decode(list(array("I", house.engine.submits[-1].prompt or b"")), skip_special_tokens=False)
 
 
 def says(text: str, **script: Any) -> Callable[[Submit, int], Script]:

@@ -24,6 +24,13 @@ def served(shared_house: House) -> House:
     return shared_house
 
 
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[House]:
+    """A front end that reads reasoning between <think> marks."""
+    with house(http={"reasoning_parser": "think"}) as built:
+        yield built
+
+
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
     with embedded_model(str(tmp_path_factory.mktemp("e"))) as built:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import anthropic
 import jsonschema
 import pytest
 
-from tests.frontends.http.builders import TOKENIZER, House, house, says
+from tests.frontends.http.builders import TOKENIZER, House, prompt_of, says
 from tests.frontends.http.embedded import Embedded
 from tests.frontends.http.test_tools import CITY, THOUGHT, TWO_CALLS, writes
 
@@ -25,16 +24,6 @@ TOOLS = [WEATHER, {"name": "now", "input_schema": {"type": "object", "properties
 def client(served: House) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=served.front.url, api_key="none", max_retries=0) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def thinker() -> Iterator[House]:
-    with house(http={"reasoning_parser": "think"}) as built:
-        yield built
-
-
-def prompt_of(house: House) -> str:
-    return TOKENIZER.decode(list(array("I", house.engine.submits[-1].prompt or b"")), skip_special_tokens=False)
 
 
 def ask(client: anthropic.Anthropic, **body: Any) -> anthropic.types.Message:

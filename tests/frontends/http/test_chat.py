@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from array import array
 from typing import Any
 
-from tests.frontends.http.builders import TOKENIZER, House, ids, says, text_of
+from tests.frontends.http.builders import TOKENIZER, House, ids, prompt_of, says, text_of
 from tests.frontends.scripted_engine import Script
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
@@ -18,10 +17,6 @@ def chat(house: House, **body: Any) -> dict[str, Any]:
     response = house.post(PATH, **{"messages": HELLO, **body})
     assert response.status_code == 200, response.text
     return dict(response.json())
-
-
-def prompt_of(house: House) -> str:
-    return TOKENIZER.decode(list(array("I", house.engine.submits[-1].prompt or b"")), skip_special_tokens=False)
 
 
 def test_a_document_has_the_fields_of_openai(served: House) -> None:

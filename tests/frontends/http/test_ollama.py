@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -14,18 +13,12 @@ from frontends.http.ollama import OLLAMA_VERSION
 from frontends.http.openapi import ANSWERS, LINES
 from inferengine.sampling_params import SamplingParams, from_map
 from inferengine.wire.messages import Submit
-from tests.frontends.http.builders import TOKENIZER, House, house, ids, says
+from tests.frontends.http.builders import TOKENIZER, House, ids, says
 from tests.frontends.http.test_openapi import answer_validator
 from tests.frontends.http.test_tools import THOUGHT, TOOLS, TWO_CALLS, writes
 from tests.frontends.scripted_engine import MAX_MODEL_LEN, Script
 
 HELLO = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def thinker() -> Iterator[House]:
-    with house(http={"reasoning_parser": "think"}) as built:
-        yield built
 
 
 def ask(house: House, path: str = "/api/chat", **body: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from frontends.http.openapi import (
     describe,
 )
 from inferengine.config import LimitsConfig
-from tests.frontends.http.builders import House, house, says
+from tests.frontends.http.builders import House, says
 from tests.frontends.http.test_tools import CITY, THOUGHT, TWO_CALLS, writes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,12 +96,6 @@ REFUSALS: dict[str, list[dict[str, Any]]] = {
     "tool_choice": [{"tool_choice": "required"}],
     "tools": [{"tools": [{"type": "function", "function": {"name": "a b"}}]}],
 }
-
-
-@pytest.fixture(scope="module")
-def thinker() -> Iterator[House]:
-    with house(http={"reasoning_parser": "think"}) as built:
-        yield built
 
 
 def edges(field: Field) -> list[tuple[Any, bool]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.frontends.http.builders import TOKENIZER, House, house, says, wait_until
+from tests.frontends.http.builders import TOKENIZER, House, prompt_of, says, wait_until
 from tests.frontends.http.embedded import Embedded
 from tests.frontends.http.test_tools import CITY, THOUGHT, TWO_CALLS, writes
 from tests.frontends.scripted_engine import Script
@@ -29,16 +28,6 @@ def client_of(house: House | Embedded) -> openai.OpenAI:
 def client(served: House) -> Iterator[openai.OpenAI]:
     with client_of(served) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def thinker() -> Iterator[House]:
-    with house(http={"reasoning_parser": "think"}) as built:
-        yield built
-
-
-def prompt_of(house: House) -> str:
-    return TOKENIZER.decode(list(array("I", house.engine.submits[-1].prompt or b"")), skip_special_tokens=False)
 
 
 def test_a_response_with_text_has_the_fields_that_the_sdk_reads(client: openai.OpenAI, served: House) -> None:

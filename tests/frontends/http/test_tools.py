@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -13,7 +12,7 @@ import pytest
 
 from inferengine.text.output_parser import MAX_CALLS
 from inferengine.wire.messages import Submit, to_u32
-from tests.frontends.http.builders import TOKENIZER, House, house, ids, says
+from tests.frontends.http.builders import House, ids, prompt_of, says
 from tests.frontends.http.embedded import Embedded
 from tests.frontends.scripted_engine import MAX_MODEL_LEN, Script
 
@@ -63,10 +62,6 @@ def joined(documents: list[Any], index: int = 0) -> dict[str, Any]:
                     message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
             message["finish_reason"] = choice["finish_reason"] or message["finish_reason"]
     return message
-
-
-def prompt_of(house: House) -> str:
-    return TOKENIZER.decode(list(array("I", house.engine.submits[-1].prompt or b"")), skip_special_tokens=False)
 
 
 def test_a_whole_answer_has_its_tool_calls(served: House) -> None:
@@ -238,12 +233,6 @@ def test_a_schema_that_does_not_compile_leaves_the_arguments_free(
         message = embedded.post(PATH, **body).json()["choices"][0]["message"]
         assert [call["function"]["name"] for call in message["tool_calls"]][:1] == ["f"]
     assert caplog.text.count("tool f: its arguments may be any JSON object") == 1
-
-
-@pytest.fixture(scope="module")
-def thinker() -> Iterator[House]:
-    with house(http={"reasoning_parser": "think"}) as built:
-        yield built
 
 
 THOUGHT = "<think>\nHm, Paris.\n</think>\n\nIt is sunny 🎉."
