@@ -31,7 +31,8 @@ class Source(NamedTuple):
     `number`: index of the matrix or row in `info`, if that holds several. `heads`: rows are reordered within so many
     heads; 0: they are not. `transpose`: the checkpoint stores the matrix as [in, out]. `values`: of latent attention
     the matrices of the heads' values [H, V, R], where `info` has those of their keys, transposed [H, R, N]; the
-    checkpoint has both in one [H * (N + V), R], by head.
+    checkpoint has both in one [H * (N + V), R], by head. `half`: the first (0) or second (1) half of the matrix's rows;
+    None: all of them.
     """
 
     info: TensorInfo
@@ -39,6 +40,7 @@ class Source(NamedTuple):
     heads: int = 0
     transpose: bool = False
     values: TensorInfo | None = None
+    half: int | None = None
 
     @property
     def infos(self) -> tuple[TensorInfo, ...]:
@@ -46,12 +48,24 @@ class Source(NamedTuple):
         return (self.info,) if self.values is None else (self.info, self.values)
 
     @property
+    def piece(self) -> tuple[int, int]:
+        """Return into how many pieces of equal size the file's tensor is divided, and the index of this one."""
+        count, index = (1, 0) if self.number is None else (self.info.shape[0], self.number)
+        return (count, index) if self.half is None else (2 * count, 2 * index + self.half)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Return the shape of this piece in the file."""
+        shape = self.info.shape if self.number is None else self.info.shape[1:]
+        return shape if self.half is None else (shape[0] // 2, *shape[1:])
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape in the checkpoint."""
         if self.values is not None:
             heads, rank, plain = self.info.shape
             return heads * (plain + self.values.shape[1]), rank
-        shape = self.info.shape if self.number is None else self.info.shape[1:]
+        shape = self.stored_shape
         if self.info.name.endswith("ffn_gate_inp_shexp.weight"):  # one row, stored as a vector
             return (1, shape[-1])
         return shape[::-1] if self.transpose else shape
@@ -60,8 +74,9 @@ class Source(NamedTuple):
 class Architecture(NamedTuple):
     """How a value of `general.architecture` maps to a family.
 
-    `layer` replaces names of LAYER. `values(metadata)` returns further keys of config.json. `rotates_pairs`: the rows
-    of q and k are stored reordered.
+    `layer` replaces names of LAYER. `values(metadata)` returns further keys of config.json, `sizes(metadata)` all of a
+    model whose sizes have other names or differ from layer to layer. `rotates_pairs`: the rows of q and k are stored
+    reordered.
     """
 
     name: str  # of the family
@@ -77,6 +92,8 @@ class Architecture(NamedTuple):
     rope: Mapping[str, Any] = MappingProxyType({})  # settings of YaRN that llama.cpp's metadata lacks
     ends: tuple[str, ...] = ()  # tokens that end an answer, in addition to those that the metadata names
     latent: bool = False  # latent attention: what turns is rope.dimension_count, of which `rope` is all
+    sizes: Callable[[Metadata], dict[str, Any]] | None = None
+    scales: Mapping[str, str] = MappingProxyType({})  # names in a layer of the tensors `NAME.scale`
 
 
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -107,6 +124,22 @@ GEMMA_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+GEMMA4 = {
+    **GEMMA_NORMS,
+    "layer_output_scale": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_up_exps": "experts.{}",
+    "ffn_gate_exps": "experts.{}.gate_proj",
+    "ffn_up_exps": "experts.{}.up_proj",
+    "ffn_down_exps": "experts.{}.down_proj",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
+HALVES = {"ffn_gate_up_exps": ("gate_proj", "up_proj")}  # of the rows of each expert's matrix
 OLMO_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 GLM_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
 MIXTRAL = {
@@ -116,7 +149,8 @@ MIXTRAL = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
 MOST_SOURCES = 1 << 20  # tensors of a checkpoint: a hostile file could announce one for each of its bytes
-PLAIN = ("attn_sinks", "exp_probs_b")  # parameters that a checkpoint names without "weight" or "bias"
+# Parameters that a checkpoint names without "weight" or "bias".
+PLAIN = ("attn_sinks", "exp_probs_b", "layer_output_scale")
 LATENT = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -150,6 +184,16 @@ class Metadata:
         if isinstance(found, list):
             raise refused(self.file.path, f"{name} differs from layer to layer", "no family here has such layers")
         return self.file.integer(name, default)
+
+    def integers(self, key: str) -> list[int]:
+        """Return a count for each layer, of a list or of one for all. Raises ConfigError."""
+        name, layers = f"{self.architecture}.{key}", self.integer("block_count")
+        if isinstance(self.file.metadata.get(name), int):
+            return [self.integer(key)] * layers
+        found: list[int] = self.file.value(name, list, [])
+        if len(found) != layers or any(type(item) is not int for item in found):
+            raise refused(self.file.path, f"{name} is no list of {layers} whole numbers, one for each layer")
+        return found
 
     def number(self, key: str, default: float | None = None) -> float | None:
         """Return a number, the default where it is absent."""
@@ -202,6 +246,67 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
         sliding_window_pattern=metadata.integer("attention.sliding_window_pattern", 6),
         rope_local_base_freq=metadata.number("rope.freq_base_swa", 10_000.0),
     )
+
+
+def _gemma4(metadata: Metadata) -> dict[str, Any]:
+    """Return Gemma 4's sizes, of which layers with a sliding window and those with full attention have their own."""
+    layers, file = metadata.integer("block_count"), metadata.file
+    pattern = file.value(f"{metadata.architecture}.attention.sliding_window_pattern", list)
+    if not pattern or len(pattern) != layers or any(type(each) is not bool for each in pattern):
+        raise refused(file.path, f"attention.sliding_window_pattern does not say of each of {layers} layers what it is")
+    full = [layer for layer, is_sliding in enumerate(pattern) if not is_sliding]
+    sliding = [layer for layer, is_sliding in enumerate(pattern) if is_sliding] or full
+    widths, kv_heads = metadata.integers("feed_forward_length"), metadata.integers("attention.head_count_kv")
+    alike = all(len({kv_heads[layer] for layer in group}) == 1 for group in (full, sliding))
+    if not full or not alike or set(widths) - {widths[0], 2 * widths[0]}:
+        raise refused(file.path, "its layers of one kind of attention differ in size", "no published Gemma 4 has such")
+    turns = _floats(file, "rope_freqs.weight")  # divisors of frequencies: 1, and 1e30 of elements that do not turn
+    per_layer = file.tensors.get("per_layer_token_embd.weight")
+    experts = metadata.integer("expert_count", 0)
+    return {
+        "hidden_size": metadata.integer("embedding_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": metadata.integer("attention.head_count"),
+        "num_key_value_heads": kv_heads[sliding[0]],
+        "num_global_key_value_heads": kv_heads[full[0]],
+        "head_dim": metadata.integer("attention.key_length_swa", metadata.head_dim),
+        "global_head_dim": metadata.head_dim,
+        "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in file.tensors,
+        "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern],
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "num_kv_shared_layers": metadata.integer("attention.shared_kv_layers", 0),
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] > widths[0],
+        "hidden_size_per_layer_input": metadata.integer("embedding_length_per_layer_input", 0),
+        "max_position_embeddings": metadata.integer("context_length"),
+        "rope_parameters": {
+            "sliding_attention": {
+                "rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)
+            },
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": metadata.number("rope.freq_base", 1_000_000.0),
+                "partial_rotary_factor": sum(turn < LEAST_STILL for turn in turns) / len(turns) if turns else 1.0,
+            },
+        },
+        **_some(
+            final_logit_softcapping=metadata.number("final_logit_softcapping"),
+            vocab_size_per_layer_input=per_layer.shape[0] if per_layer is not None else None,
+        ),
+        **(
+            {
+                "enable_moe_block": True,
+                "num_experts": experts,
+                "top_k_experts": metadata.integer("expert_used_count"),
+                "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+            }
+            if experts
+            else {}
+        ),
+    }  # fmt: skip
+
+
+LEAST_STILL = 1e20  # of the divisors of frequencies, from which on nothing turns
 
 
 def _granite(metadata: Metadata) -> dict[str, Any]:
@@ -298,6 +403,18 @@ def _window(metadata: Metadata) -> dict[str, Any]:
     return {"sliding_window": window if 0 < window < metadata.integer("context_length") else None}
 
 
+def _gpt2_sizes(metadata: Metadata) -> dict[str, Any]:
+    """Return the sizes of a model under GPT-2's own names."""
+    return {
+        "n_embd": metadata.integer("embedding_length"),
+        "n_head": metadata.integer("attention.head_count"),
+        "n_layer": metadata.integer("block_count"),
+        "n_positions": metadata.integer("context_length"),
+        "n_inner": metadata.integer("feed_forward_length"),
+        "activation_function": "gelu_new",
+    }
+
+
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", rotates_pairs=True),
     "llama with experts": Architecture(
@@ -316,6 +433,15 @@ ARCHITECTURES = {
     "gemma": Architecture("GemmaForCausalLM", "gemma", values=lambda m: {"hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", layer=GEMMA_NORMS, values=_gemma2),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", layer=GEMMA_NORMS, values=_gemma3),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM", "gemma4_text", layer=GEMMA4, sizes=_gemma4,
+        outside={
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        scales={"ffn_gate_inp": "router.scale", "ffn_down_exps": "router.per_expert_scale"},
+    ),
     "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", layer=OLMO_NORMS),
     "granite": Architecture("GraniteForCausalLM", "granite", rotates_pairs=True, values=_granite),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", rotates_pairs=True),
@@ -362,7 +488,7 @@ ARCHITECTURES = {
         "DeepseekV3ForCausalLM", "deepseek_v3", layer=LATENT, values=_deepseek, latent=True
     ),
     "gpt2": Architecture(
-        "GPT2LMHeadModel", "gpt2", eps="layer_norm_epsilon", prefix="h.",
+        "GPT2LMHeadModel", "gpt2", eps="layer_norm_epsilon", prefix="h.", sizes=_gpt2_sizes,
         outside={"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f"},
         layer={
             "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
@@ -418,7 +544,7 @@ def config_values(path: Path) -> dict[str, Any]:
     }
     if eps is not None:
         values[architecture.eps] = eps
-    values |= _gpt2_sizes(metadata) if architecture.model_type == "gpt2" else _sizes(metadata, architecture)
+    values |= architecture.sizes(metadata) if architecture.sizes else _sizes(metadata, architecture)
     values |= architecture.values(metadata)
     if packed := _packed_types(path):
         values["quantization_config"] = {"quant_method": "gguf", "tensors": packed}
@@ -438,18 +564,6 @@ def _sizes(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
         "max_position_embeddings": metadata.integer("context_length"),
         "head_dim": metadata.head_dim,
         **_rope(metadata, architecture, turning),
-    }
-
-
-def _gpt2_sizes(metadata: Metadata) -> dict[str, Any]:
-    """Return the sizes of a model under GPT-2's own names."""
-    return {
-        "n_embd": metadata.integer("embedding_length"),
-        "n_head": metadata.integer("attention.head_count"),
-        "n_layer": metadata.integer("block_count"),
-        "n_positions": metadata.integer("context_length"),
-        "n_inner": metadata.integer("feed_forward_length"),
-        "activation_function": "gelu_new",
     }
 
 
@@ -591,6 +705,9 @@ def _sources(file: GgufFile) -> Iterator[tuple[str, Source]]:
             if stem == "attn_k_b" and f"blk.{number}.attn_kv_b.weight" not in file.tensors:
                 yield f"{architecture.prefix}{number}.self_attn{NUMBERS}", _of_both(file, info, number)
             continue
+        if number and kind == "scale" and stem in architecture.scales:
+            yield f"{architecture.prefix}{number}.{architecture.scales[stem]}", Source(info)
+            continue
         place = (layer if number else outside).get(stem)
         if place is None or kind not in ("weight", "bias"):
             raise refused(
@@ -598,8 +715,13 @@ def _sources(file: GgufFile) -> Iterator[tuple[str, Source]]:
             )
         place = f"{architecture.prefix}{number}.{place}" if number else place
         if "{}" in place:
+            if stem in HALVES and (len(info.shape) != 3 or info.shape[1] % 2):
+                raise refused(file.path, f"the tensor {name[:80]} does not hold two matrices for each expert")
             for index in range(info.shape[0]):
-                yield f"{place.format(index)}.{kind}", Source(info, index)
+                if stem not in HALVES:
+                    yield f"{place.format(index)}.{kind}", Source(info, index)
+                for half, part in enumerate(HALVES.get(stem, ())):
+                    yield f"{place.format(index)}.{part}.{kind}", Source(info, index, half=half)
             continue
         if stem in PLAIN:
             yield f"{architecture.prefix}{number}.{layer[stem]}", Source(info)

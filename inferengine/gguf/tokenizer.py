@@ -2,7 +2,8 @@
 template, and generation_config.json.
 
 `tokenizer.ggml.model` is gpt2 (byte-level BPE with merges; `tokenizer.ggml.pre` names the rule that splits a text
-first) or llama (SentencePiece's BPE, whose merges follow from scores). If the file contains a tokenizer.json, under the
+first), llama (SentencePiece's BPE, whose merges follow from scores) or gemma4 (the same with a list of merges). If the
+file contains a tokenizer.json, under the
 key `tokenizer.huggingface.json`, that is used unchanged.
 """
 
@@ -82,8 +83,8 @@ def _made(file: GgufFile) -> bytes:
     kind = file.value("tokenizer.ggml.model", str)
     if kind is None:
         raise refused(file.path, "its metadata has no tokenizer", "take a conversion that has its vocabulary")
-    if kind not in ("gpt2", "llama"):
-        raise refused(file.path, f"tokenizer.ggml.model = {kind[:80]} is not read; gpt2 and llama are")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise refused(file.path, f"tokenizer.ggml.model = {kind[:80]} is not read; gpt2, llama and gemma4 are")
     tokens = _texts(file, "tokenizer.ggml.tokens")
     types = file.value("tokenizer.ggml.token_type", list) or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
@@ -130,14 +131,7 @@ def _byte_level(file: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
         known = ", ".join(RULES)
         remedy = f"{known} are; another one would cut texts otherwise than the model was trained with"
         raise refused(file.path, f"tokenizer.ggml.pre = {name[:80]} is no rule that is known here", remedy)
-    merges = []
-    for line in _texts(file, "tokenizer.ggml.merges"):
-        left, _, right = line.partition(" ")
-        if left in vocab and right in vocab and left + right in vocab:
-            merges.append([left, right])
-        else:
-            raise refused(file.path, f"the merge {line[:40]!r} is of tokens that its vocabulary lacks")
-    rule = RULES[name]
+    merges, rule = _listed_merges(file, vocab), RULES[name]
     before: list[dict[str, Any]] = []
     if rule == DIGITS:
         before.append({"type": "Digits", "individual_digits": True})
@@ -156,6 +150,17 @@ def _byte_level(file: GgufFile, vocab: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def _listed_merges(file: GgufFile, vocab: dict[str, int]) -> list[list[str]]:
+    """Return the pairs of tokens that are merged, in the file's order."""
+    merges = []
+    for line in _texts(file, "tokenizer.ggml.merges"):
+        left, _, right = line.partition(" ")
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise refused(file.path, f"the merge {line[:40]!r} is of tokens that its vocabulary lacks")
+        merges.append([left, right])
+    return merges
+
+
 def _rule(file: GgufFile) -> str:
     return str(file.value("tokenizer.ggml.pre", str, "default"))
 
@@ -164,11 +169,15 @@ def _sentence_piece(file: GgufFile, vocab: dict[str, int], types: list[int]) -> 
     """Return the parts of tokenizer.json for SentencePiece's BPE.
 
     Spaces are characters, and characters that are not in the vocabulary become bytes. Of neighbouring tokens the pair
-    that makes the token with the highest score is merged first.
+    that makes the token with the highest score is merged first, or the pair that comes first in the list of a gemma4.
     """
-    scores = file.value("tokenizer.ggml.scores", list)
-    if not scores or len(scores) != len(vocab):
-        raise refused(file.path, "its metadata has no score for each token")
+    if file.value("tokenizer.ggml.model", str) == "gemma4":
+        merges = _listed_merges(file, vocab)
+    else:
+        scores = file.value("tokenizer.ggml.scores", list)
+        if not scores or len(scores) != len(vocab):
+            raise refused(file.path, "its metadata has no score for each token")
+        merges = _merges(vocab, scores, types)
     begins = file.value("tokenizer.ggml.add_space_prefix", bool, True)
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
@@ -184,7 +193,7 @@ def _sentence_piece(file: GgufFile, vocab: dict[str, int], types: list[int]) -> 
             "type": "Sequence",
             "decoders": [*steps, *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if begins else [])],
         },
-        "model": _bpe(vocab, _merges(vocab, scores, types), unk_token=unknown, fuse_unk=True, byte_fallback=True),
+        "model": _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True),
     }
 
 
@@ -205,7 +214,7 @@ MOST_CHARACTERS = 1024  # of a token that merges make; a hostile file may have o
 
 def _frame(file: GgufFile, tokens: list[str], kind: str) -> dict[str, Any] | None:
     """Return the post-processor that adds special tokens before and after every text; None if there are none."""
-    has_bos = kind == "llama" or _rule(file) in WHOLE_WORDS_FIRST
+    has_bos = kind != "gpt2" or _rule(file) in WHOLE_WORDS_FIRST
     first = _special(file, tokens, "bos") if file.value("tokenizer.ggml.add_bos_token", bool, has_bos) else None
     last = _special(file, tokens, "eos") if file.value("tokenizer.ggml.add_eos_token", bool, False) else None
     ends = first, last

@@ -49,7 +49,7 @@ class GgufShard:
     def num_bytes(self, name: str) -> int:
         """Return the bytes of a tensor in the file."""
         source = self.sources[name]
-        return sum(info.num_bytes // (1 if source.number is None else info.shape[0]) for info in source.infos)
+        return sum(info.num_bytes // source.piece[0] for info in source.infos)
 
     def get_slice(self, name: str) -> LazyTensor:
         """Return a tensor that is read when it is indexed."""
@@ -68,12 +68,12 @@ class GgufShard:
         info = source.info
         if info.type in FLOATS:
             tensor = self._bytes(source).view(FLOAT_TYPES[info.type])
-            tensor = tensor.view(info.shape if source.number is None else info.shape[1:])
+            tensor = tensor.view(source.stored_shape)
             return in_order(tensor, source.heads)
         stored = self._stored_rows(source)
         codes = read_blocks(stored.kind, stored.raw)
         tensor = in_order(numbers(codes, 0, codes.shape[0]), stored.heads)
-        return tensor.view(info.shape if source.number is None else info.shape[1:])
+        return tensor.view(source.stored_shape)
 
     def stored(self, name: str) -> StoredRows | torch.Tensor:
         """Return a tensor as the file has it: in blocks, or as numbers."""
@@ -90,10 +90,11 @@ class GgufShard:
 
     def _bytes(self, source: Source) -> torch.Tensor:
         info = source.info
-        count = info.num_bytes // (1 if source.number is None else info.shape[0])
+        count, index = source.piece
+        count = info.num_bytes // count
         with warnings.catch_warnings():  # of memory that may not be written; nothing here writes to it
             warnings.simplefilter("ignore", UserWarning)
-            begin = info.begin + count * (source.number or 0)
+            begin = info.begin + count * index
             return torch.frombuffer(self._files[info.file], dtype=torch.uint8, count=count, offset=begin)
 
 

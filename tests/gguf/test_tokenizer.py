@@ -75,7 +75,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: FastTokenizer, **values: A
     writer.add_token_list(tokens)
     types = [3 if token in SPECIAL else 2 if token == "<unk>" else 6 if token[:3] == "<0x" else 1 for token in tokens]
     writer.add_token_types(types)
-    if values.get("model", "gpt2") == "gpt2":
+    if values.get("model", "gpt2") in ("gpt2", "gemma4"):
         merges = json.loads(tokenizer.to_str())["model"]["merges"]
         writer.add_token_merges([" ".join(pair) for pair in merges])
     else:
@@ -118,10 +118,12 @@ def test_deepseek_v3_splits_numbers_then_chinese_and_japanese_then_words() -> No
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("begins", [True, False], ids=["Llama 2", "Gemma"])
-def test_sentence_piece_ids_are_the_originals(begins: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "begins"), [("llama", True), ("llama", False), ("gemma4", False)], ids=["Llama 2", "Gemma", "Gemma 4"]
+)
+def test_sentence_piece_ids_are_the_originals(model: str, begins: bool, tmp_path: Path) -> None:
     original = sentence_piece(begins=begins)
-    path = save(original, tmp_path / "t.gguf", model="llama", add_space_prefix=begins, add_bos_token=False)
+    path = save(original, tmp_path / "t.gguf", model=model, add_space_prefix=begins, add_bos_token=False)
     ours = Tokenizer.from_files(tokenizer_files(path))
     for text in TEXTS:
         ids = original.encode(text).ids
@@ -160,7 +162,7 @@ def test_a_tokenizer_json_in_the_file_is_taken(tmp_path: Path) -> None:
     ("values", "message"),
     [
         ({"tokenizer_pre": "of-another-world"}, "tokenizer.ggml.pre = of-another-world is no rule that is known here"),
-        ({"model": "t5"}, "tokenizer.ggml.model = t5 is not read; gpt2 and llama are"),
+        ({"model": "t5"}, "tokenizer.ggml.model = t5 is not read; gpt2, llama and gemma4 are"),
         ({"bos_token_id": 999_999}, "tokenizer.ggml.bos_token_id = 999999 is no token of its 4"),
     ],
 )

@@ -14,6 +14,7 @@ from gguf.constants import MODEL_ARCH_NAMES
 
 from inferengine.kernels.block_codes import FORMATS
 
+SCALES = ("router.scale", "router.per_expert_scale")  # of Gemma 4
 Kinds = Callable[[str, tuple[int, ...]], str]  # the type of a tensor by its name and shape
 
 
@@ -73,13 +74,14 @@ def write(
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
     known = next(number for number, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = config.to_dict()  # what differs from layer to layer is no attribute of the config
+    head_dim = sizes.get("head_dim") or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(getattr(config, "intermediate_size", 4 * config.hidden_size))
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(getattr(config, "num_key_value_heads", config.num_attention_heads))
+    writer.add_head_count_kv(sizes.get("num_key_value_heads", config.num_attention_heads))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     if hasattr(config, "rms_norm_eps"):
@@ -90,16 +92,21 @@ def write(
     more(writer)
     state, stored = model.state_dict(), {}
     for number, (name, tensor) in enumerate(state.items()):
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if (name == "lm_head.weight" and config.tie_word_embeddings) or not tensor.numel():
             continue
         if ".experts." in name:
-            stored[name] = _add_experts(writer, name, tensor.float().numpy(), kinds, in_turn=architecture == "gpt-oss")
+            turns, joins = architecture == "gpt-oss", architecture == "gemma4"
+            stored[name] = _add_experts(writer, name, tensor.float().numpy(), kinds, in_turn=turns, joined=joins)
+            continue
+        if name.endswith(SCALES):
+            place = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+            writer.add_tensor(f"blk.{name.split('.')[2]}.{place}.scale", tensor.float().numpy())
             continue
         if name.endswith("kv_b_proj.weight") and splits_latents:
             stored[name] = _add_latent_halves(writer, name, tensor.float().numpy(), kinds, config)
             continue
         there = names.get_name(name.replace("correction_bias", "correction.bias"), try_suffixes=(".weight", ".bias"))
-        there += ".weight" if name.endswith("sinks") else ""
+        there += ".weight" if name.endswith(("sinks", "layer_scalar")) else ""
         values = tensor.float().numpy()
         transposes = architecture == "gpt2" and values.ndim == 2 and not name.startswith(("transformer.w", "lm_head"))
         values = values.T if transposes else values
@@ -121,14 +128,16 @@ def write(
 
 
 def _add_experts(
-    writer: gguf.GGUFWriter, name: str, values: np.ndarray, kinds: Kinds, *, in_turn: bool
+    writer: gguf.GGUFWriter, name: str, values: np.ndarray, kinds: Kinds, *, in_turn: bool, joined: bool
 ) -> torch.Tensor:
-    """Write the experts of a layer, gate and up apart, and return what the file holds of them. `in_turn`: the model has
-    gate and up in turn, and matrices as [in, out]."""
+    """Write the experts of a layer, and return what the file holds of them. `in_turn`: the model has gate and up in
+    turn, and matrices as [in, out]; `joined`: the file has gate and up in one tensor."""
     layer, turned = name.split(".")[2], in_turn and values.ndim == 3
     rows = values.swapaxes(1, 2) if turned else values
     parts, read = {"down": rows}, []
-    if "gate_up" in name:
+    if "gate_up" in name and joined:
+        parts = {"gate_up": rows}
+    elif "gate_up" in name:
         both = (rows[:, ::2], rows[:, 1::2]) if in_turn else np.split(rows, 2, axis=1)
         parts = dict(zip(("gate", "up"), both, strict=True))
     for part, of_part in parts.items():
@@ -137,8 +146,8 @@ def _add_experts(
         raw, kind = quantized(np.ascontiguousarray(of_part), kind_name, seed=crc32(there.encode()))
         writer.add_tensor(there, raw, raw_dtype=kind)
         read.append(gguf.quants.dequantize(raw, kind).reshape(of_part.shape))
-    joined = np.stack(read, 2).reshape(rows.shape) if in_turn and len(read) == 2 else np.concatenate(read, 1)
-    return torch.from_numpy(np.ascontiguousarray(joined.swapaxes(1, 2) if turned else joined, dtype=np.float32))
+    whole = np.stack(read, 2).reshape(rows.shape) if in_turn and len(read) == 2 else np.concatenate(read, 1)
+    return torch.from_numpy(np.ascontiguousarray(whole.swapaxes(1, 2) if turned else whole, dtype=np.float32))
 
 
 def _add_latent_halves(

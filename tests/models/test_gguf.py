@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -31,6 +32,7 @@ from inferengine.models.parallel import divide
 from inferengine.models.weights import finish, load_weights
 from inferengine.quantization.apply import quantize
 from tests.gguf.test_tokenizer import add_tokenizer, byte_level
+from tests.gguf.test_tokenizer import finish as finish_writer
 from tests.models.checkpoints import model_of
 from tests.models.gguf_files import Kinds, mxfp4, q4_k_m, q8_0, write
 from tests.quantization.test_experts import GPT_OSS, write_mxfp4
@@ -58,6 +60,35 @@ def gemma2(writer: gguf.GGUFWriter) -> None:
     writer.add_attn_logit_softcapping(20.0)
     writer.add_final_logit_softcapping(10.0)
     writer.add_sliding_window(16)
+
+
+def gemma4(*, kv_heads: int | list[int], **values: Any) -> Callable[[gguf.GGUFWriter], None]:
+    """As the converter writes Gemma 4's metadata: 5 layers, two of them with full attention and heads of 128."""
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_key_length(128)
+        writer.add_value_length(128)
+        writer.add_key_length_swa(64)
+        writer.add_value_length_swa(64)
+        writer.add_rope_dimension_count(128)
+        writer.add_head_count_kv(kv_heads)
+        writer.add_sliding_window(12)
+        writer.add_sliding_window_pattern([True, True, False, True, False])
+        writer.add_rope_freq_base_swa(5e3)
+        for name, value in {"shared_kv_layers": 0, "embedding_length_per_layer_input": 0, **values}.items():
+            getattr(writer, f"add_{name}")(value)
+        writer.add_tensor("rope_freqs.weight", np.array([1.0] * 16 + [1e30] * 48, dtype=np.float32))
+
+    return more
+
+
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 5, "head_dim": 64, "global_head_dim": 128, "sliding_window": 12, "layer_types": [
+        "sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}},
+}  # fmt: skip
 
 
 def granite(writer: gguf.GGUFWriter) -> None:
@@ -169,6 +200,18 @@ CASES = {
                    q8_0, {"plus_one": True, "more": gemma2}),
     "gemma3": Case("gemma3", "Gemma3", {"head_dim": 64, "sliding_window": 16, "query_pre_attn_scalar": 64}, q4_k_m,
                    {"plus_one": True, "more": lambda writer: writer.add_sliding_window(16)}),
+    "gemma4, E2B": Case("gemma4", "Gemma4", {
+        **GEMMA4, "num_key_value_heads": 1, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 301, "final_logit_softcapping": 10.0,
+        "tie_word_embeddings": True},
+        q8_0, {"more": gemma4(kv_heads=1, shared_kv_layers=2, embedding_length_per_layer_input=32,
+                              feed_forward_length=[512, 512, 512, 1024, 1024], final_logit_softcapping=10.0)}),
+    "gemma4, 26B": Case("gemma4", "Gemma4", {
+        **GEMMA4, "num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 256, "tie_word_embeddings": True},
+        q4_k_m, {"more": gemma4(kv_heads=[2, 2, 1, 2, 1], expert_count=4, expert_used_count=2,
+                                expert_feed_forward_length=256)}),
     "phi3": Case("phi3", "Phi3", {"sliding_window": None}, q4_k_m),
     "olmo2": Case("olmo2", "Olmo2", {}, q8_0),
     "granite": Case("granite", "Granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5,
@@ -211,7 +254,8 @@ def make(case: Case, path: Path) -> Any:
     torch.manual_seed(0)
     head = {"GPT2": "GPT2LMHeadModel"}.get(case.model, f"{case.model}ForCausalLM")
     shapes = {"vocab_size": 301} if case.model == "GPT2" else SHAPES
-    config_class = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(case.model, f"{case.model}Config"))
+    kind = f"{case.model}TextConfig" if case.model in ("Gemma3", "Gemma4") else f"{case.model}Config"
+    config_class = getattr(transformers, kind)
     config = config_class(**{**shapes, **case.values})
     config._attn_implementation = "eager"
     model = getattr(transformers, head)(config).eval()
@@ -263,6 +307,32 @@ def test_what_latent_attention_needs_is_named(key: str, message: str, tmp_path: 
     path = tmp_path / "model.gguf"
     make(CASES["deepseek-v2"], path)
     path.write_bytes(path.read_bytes().replace(f"deepseek2.{key}".encode(), f"deepseek2.{key[:-1]}X".encode()))
+    with pytest.raises(ConfigError) as error:
+        registry.read_model_config(path)
+    assert message in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sliding_window_pattern": [True, False]}, "sliding_window_pattern does not say of each of 5 layers"),
+        ({"head_count_kv": [2, 1, 1, 2, 1]}, "layers of one kind of attention differ in size"),
+        ({"head_count_kv": [2, 2, 1, 2]}, "head_count_kv is no list of 5 whole numbers"),
+        ({"feed_forward_length": [512, 512, 512, 600, 600]}, "layers of one kind of attention differ in size"),
+    ],
+)
+def test_what_differs_between_layers_of_gemma_4_is_what_it_may(
+    changed: dict[str, list[int]], message: str, tmp_path: Path
+) -> None:
+    path, (more, *_) = tmp_path / "model.gguf", CASES["gemma4, E2B"].written.values()
+    writer = gguf.GGUFWriter(path, "gemma4")
+    for name, value in {"block_count": 5, "embedding_length": 256, "head_count": 4}.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.add_tensor("token_embd.weight", np.zeros((301, 256), dtype=np.float32))
+    more(writer)
+    for name, value in changed.items():
+        getattr(writer, f"add_{name}")(value)
+    finish_writer(writer)
     with pytest.raises(ConfigError) as error:
         registry.read_model_config(path)
     assert message in error.value.message
