@@ -10,10 +10,11 @@ from contextlib import contextmanager
 import pytest
 
 from inferengine.core.executor import Capacity, StepPlan
+from inferengine.engine.io.publisher import Publisher, TextLog
 from inferengine.engine.service import EngineService
 from inferengine.engine.services.preparation import TextService
 from inferengine.simulation.simulated_executor import SimulatedExecutor
-from inferengine.text import Tokenizer
+from inferengine.text import TextStream, Tokenizer
 from inferengine.wire.messages import Accept, Attach, Cancel, Reject, Step
 from tests.engine.builders import check_idle, make_card, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
@@ -135,6 +136,69 @@ class TestStopStrings:
             check_idle(engine)
             assert engine.core is not None
             assert engine.core.scheduler.stats.num_steps < 30
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_a_long_output_is_detokenized_a_few_tokens_at_a_time_for_who_attaches(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, is_live: bool
+) -> None:
+    text = "the quick brown fox jumps over 你好 the lazy dog " * 3
+    script, most = script_of(text), 7
+    pushed: list[int] = []
+    push = TextLog.push
+
+    def counted(self: TextLog, token_ids: list[int], **flags: bool) -> bool:
+        pushed.append(len(token_ids))
+        return push(self, token_ids, **flags)
+
+    monkeypatch.setattr(TextLog, "push", counted)
+    monkeypatch.setattr("inferengine.engine.io.intake.TOKENS_PER_TURN", most)
+    with run_script(text, step_s=0.005 if is_live else 0.0) as engine:
+        client, other = connect(engine), connect(engine)
+        client.submit(1, id=ID, max_tokens=len(script))
+        if is_live:
+            num_tokens = 0
+            while num_tokens < 30:
+                num_tokens += len(client.expect(Step).tokens)
+        else:
+            client.collect({1})
+        other.send(Attach(ID, 5, (4,), reply="text"))
+        other.send(Attach(ID, 5, (4,), reply="text"))  # sent again, as after a reconnect
+        other.send(Attach(ID, 6, (25,), reply="both"))
+        collected = other.collect({5, 6})
+        assert collected.text[5] == text[4:]
+        assert collected.tokens[6] == script[25:]
+        assert collected.text[6] == text[len(shown(script[:25])) :]
+        assert {stream: len(collected.done[stream]) for stream in (5, 6)} == {5: 1, 6: 1}
+        assert max(pushed) <= most
+        check_idle(engine)
+
+
+def shown(token_ids: list[int]) -> str:
+    return TextStream(Tokenizer.from_files(make_card().files)).push(token_ids).text
+
+
+def test_who_waits_for_text_may_leave_or_cancel_and_keeps_the_stream_to_itself(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inferengine.engine.io.intake.TOKENS_PER_TURN", 1)
+    monkeypatch.setattr(Publisher, "detokenize", lambda *_: None)  # it takes for ever
+    with run_script("the quick brown fox") as engine:
+        client, other = connect(engine), connect(engine)
+        client.submit(1, id=ID, max_tokens=8)
+        client.collect({1})
+        other.send(Attach(ID, 5, reply="text"))
+        other.submit(5)
+        assert other.expect(Reject).code == "conflict"
+        other.send(Cancel((5,)))
+        assert other.expect(Reject).code == "cancelled"
+        other.send(Attach(ID, 5, reply="text"))
+        other.send(Cancel((5,), leave=True))
+        other.submit(5)
+        assert other.collect({5}).tokens[5]
+        other.send(Attach(ID, 6, reply="text"))
+        other.settle()
+    assert other.expect(Reject).stream == 6  # the engine ends: it is answered
 
 
 def test_text_is_resumed_from_a_character(connect: Connect) -> None:

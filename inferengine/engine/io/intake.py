@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from inferengine.config import Config, LimitsConfig
 from inferengine.core.constraints import Grammar
@@ -49,11 +50,13 @@ if TYPE_CHECKING:
 
 MAX_READERS = 64  # of one request: each step is sent to all of them
 CANCELLED = ("cancelled", "The request was cancelled.")
+NOT_KEPT = ("not_found", "There is no such request, or it is not kept any more.")
 RESUMED_SHARE = 2  # times the queue's limits, for requests that an earlier engine had accepted
 MAX_STALLS = 2  # a request that was in flight at so many stalled steps is not run again
 TEXT_TIMEOUT_S = 30.0  # longest that a request waits for its prompt to be tokenized
 RETRY_AFTER_S = 5.0
 MAX_PLACED_BYTES = 64 * 1024  # of keys of placements between two STATUS
+TOKENS_PER_TURN = 2000  # detokenized in a turn of the I/O thread for readers of text who attach: a few milliseconds
 ENDING_RETRY_S = 0.1  # before a client may resume a request that is being cancelled because its connection was lost
 
 
@@ -195,6 +198,14 @@ class PendingSubmission:
             reader is connection and wanted.stream < streams.stop and streams.start < wanted.stream + count
             for reader, wanted in self.readers
         )
+
+
+class WaitingReader(NamedTuple):
+    """A reader of text who is added, and told so, when the output so far has been detokenized."""
+
+    connection: Connection
+    message: Submit | Attach
+    submission: SubmittedRequest
 
 
 class PendingSubmissions:
@@ -367,6 +378,7 @@ class Intake:
         adapters: AdapterService,
     ) -> None:
         self.placements = Placements()
+        self._text_readers: deque[WaitingReader] = deque()
         self._engine = engine
         self._config = config
         self._lifecycle = lifecycle
@@ -388,8 +400,8 @@ class Intake:
 
     @property
     def has_unanswered(self) -> bool:
-        """Whether something is being tokenized or compiled."""
-        return bool(self._pending)
+        """Whether something is being tokenized, compiled or detokenized."""
+        return bool(self._pending) or bool(self._text_readers)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -454,8 +466,7 @@ class Intake:
         """Handle ATTACH: send the output of a request from a cursor on."""
         known = self._publisher.submissions.get(message.id)
         if known is None:
-            error = InferEngineError("not_found", "There is no such request, or it is not kept any more.", field="id")
-            self._reject(connection, message, error, now)
+            self._reject(connection, message, InferEngineError(*NOT_KEPT, field="id"), now)
         else:
             self._attach(connection, message, known, now)
 
@@ -480,6 +491,9 @@ class Intake:
                 reader is connection and wanted.stream in streams for reader, wanted in item.readers
             ):
                 self._pending.give_up(item, InferEngineError(*CANCELLED))
+        for waiting in self._forget_text_readers(connection, streams):
+            self._reject(connection, waiting.message, InferEngineError(*CANCELLED), now)
+            logs += waiting.submission.logs
         self._end([log.uid for log in logs if log.ended is None], "abort", CANCELLED)
 
     def cancel_orphans(self, submissions: Sequence[SubmittedRequest]) -> None:
@@ -500,9 +514,13 @@ class Intake:
                 self._publisher.forget(item.submission)
 
     def refuse_waiting(self, error: InferEngineError) -> None:
-        """Refuse all pending submissions with `error`."""
+        """Refuse all pending submissions, and readers who wait for text, with `error`."""
         for item in self._pending:
             self._pending.give_up(item, error)
+        while self._text_readers:
+            connection, message, _ = self._text_readers.popleft()
+            if not connection.dropped:
+                self._reject(connection, message, error, self._lifecycle.clock())
 
     def tick(self, now: float) -> None:
         """Refuse pending submissions that have waited too long."""
@@ -526,7 +544,11 @@ class Intake:
             raise InvalidRequest("stream", f"must be at most {messages.MAX_U32 - count}")
         streams = range(stream, stream + count)
         taken = any(each in connection.streams for each in streams)
-        if taken or any(item.is_read_as(connection, streams) for item in self._pending):
+        waits = any(
+            reader is connection and wanted.stream < streams.stop and stream < wanted.stream + submission.params.n
+            for reader, wanted, submission in self._text_readers
+        )
+        if taken or waits or any(item.is_read_as(connection, streams) for item in self._pending):
             raise InvalidRequest("stream", "is in use on this connection: choose another number", code="conflict")
 
     def _prepare(
@@ -700,6 +722,11 @@ class Intake:
             reader is connection and wanted.stream == message.stream for reader, wanted in waiting.readers
         ):
             return  # it was sent again; the answer comes when there is one
+        if any(
+            reader is connection and wanted.stream == message.stream and known is submission
+            for reader, wanted, known in self._text_readers
+        ):
+            return  # likewise
         own = connection.streams.get(message.stream)
         if own is not None and own.log.submission is submission:  # the ACCEPT was lost; the stream goes on
             self._send_accept(connection, message, submission, now, attached=True)
@@ -717,10 +744,45 @@ class Intake:
         except InferEngineError as error:
             self._reject(connection, message, error, now)
             return
-        if waiting is None:
-            self._add_reader(connection, message, submission, now, attached=True)
-        else:
+        if waiting is not None:
             waiting.readers.append((connection, message))
+        elif message.reply in ("text", "both") and self._publisher.text_backlog(submission) > TOKENS_PER_TURN:
+            self._text_readers.append(WaitingReader(connection, message, submission))
+            if len(self._text_readers) == 1:
+                self._texts.deliver(self._detokenize)
+        else:
+            self._add_reader(connection, message, submission, now, attached=True)
+
+    def _detokenize(self) -> None:
+        """Detokenize for the first reader who waits for text, as much as other streams can wait for. Add the reader
+        when little is left."""
+        if not self._text_readers:
+            return
+        connection, message, submission = self._text_readers[0]
+        is_kept = self._publisher.submissions.get(submission.id) is submission
+        if is_kept and not connection.dropped and self._publisher.text_backlog(submission) > TOKENS_PER_TURN:
+            self._publisher.detokenize(submission, TOKENS_PER_TURN)
+        else:
+            self._text_readers.popleft()
+            now = self._lifecycle.clock()
+            if not connection.dropped and is_kept:
+                self._add_reader(connection, message, submission, now, attached=True)
+            elif not connection.dropped:
+                self._reject(connection, message, InferEngineError(*NOT_KEPT, field="id"), now)
+        if self._text_readers:
+            self._texts.deliver(self._detokenize)
+
+    def _forget_text_readers(self, connection: Connection, streams: set[int]) -> list[WaitingReader]:
+        """Forget those of this connection who wait for text as one of these streams. Returns them."""
+        found = [
+            waiting
+            for waiting in self._text_readers
+            if waiting.connection is connection
+            and any(waiting.message.stream + choice in streams for choice in range(waiting.submission.params.n))
+        ]
+        for waiting in found:
+            self._text_readers.remove(waiting)
+        return found
 
     def _add_reader(
         self,
@@ -775,6 +837,7 @@ class Intake:
 
     def _leave(self, connection: Connection, streams: set[int]) -> None:
         """Stop sending these streams to this connection, and cancel requests without another reader."""
+        self._forget_text_readers(connection, streams)
         for item in self._pending:
             others = [each for each in item.readers if each[0] is not connection or each[1].stream not in streams]
             if len(others) < len(item.readers):

@@ -32,6 +32,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import accumulate, islice
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,7 +43,7 @@ from inferengine.engine.counters import Counters
 from inferengine.errors import bounded
 from inferengine.observability.tracing import PROVIDER, Tracing, unix_ns
 from inferengine.sampling_params import SamplingParams
-from inferengine.text import TextStream
+from inferengine.text import TextDelta, TextStream
 from inferengine.wire import messages
 from inferengine.wire.messages import CreditWindow, Done, Frames
 
@@ -298,22 +299,53 @@ class SubmittedRequest:
 class TextLog:
     """The text of a log, without what may be the beginning of a stop string."""
 
-    __slots__ = ("_stream", "stopped_at", "stopped_by", "text")
+    __slots__ = ("_lengths", "_stream", "stopped_at", "stopped_by", "text")
 
     def __init__(self, stream: TextStream) -> None:
         self._stream = stream
+        self._lengths = array("I")  # of the text after each token
         self.text = ""
         self.stopped_by: str | None = None
         self.stopped_at = 0  # number of tokens up to and with the one that completed the stop string
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that were pushed."""
+        return len(self._lengths)
+
+    def characters_of(self, num_tokens: int) -> int:
+        """Return how many characters a reader has received who has the first `num_tokens` tokens."""
+        return self._lengths[min(num_tokens, len(self._lengths)) - 1] if num_tokens and self._lengths else 0
+
     def push(self, token_ids: list[int], *, final: bool, stop_token: bool) -> bool:
         """Append the text of more tokens. Returns whether they completed a stop string."""
-        delta = self._stream.push(token_ids, final, stop_token)
-        self.text += delta.text
-        if delta.stop is None or self.stopped_by is not None:
-            return False
-        self.stopped_by, self.stopped_at = delta.stop, delta.num_tokens
-        return True
+        stream, was_stopped = self._stream, self.stopped_by is not None
+        if len(token_ids) == 1 and not final:  # the common step
+            delta = stream.push(token_ids, False, stop_token)
+            if delta.text:
+                self.text += delta.text
+            self._lengths.append(len(self.text))
+            self._note_stop(delta)
+            return self.stopped_by is not None and not was_stopped
+        if stream.is_plain and not stop_token:
+            parts = list(map(stream.push_plain, token_ids))
+        else:
+            last = len(token_ids) - 1
+            deltas = [stream.push((id,), False, stop_token and place == last) for place, id in enumerate(token_ids)]
+            parts = [delta.text for delta in deltas]
+            for delta in deltas:
+                self._note_stop(delta)
+        self._lengths.extend(islice(accumulate(map(len, parts), initial=len(self.text)), 1, None))
+        if final:
+            delta = stream.push((), True, False)
+            parts.append(delta.text)
+            self._note_stop(delta)
+        self.text += "".join(parts)
+        return self.stopped_by is not None and not was_stopped
+
+    def _note_stop(self, delta: TextDelta) -> None:
+        if delta.stop is not None and self.stopped_by is None:
+            self.stopped_by, self.stopped_at = delta.stop, delta.num_tokens
 
 
 class OutputLog:
@@ -322,6 +354,7 @@ class OutputLog:
     __slots__ = (
         "arrival_s",
         "choice",
+        "early_text",
         "embedding",
         "ended",
         "found_stop",
@@ -352,6 +385,7 @@ class OutputLog:
         wants_prompt = submission.params.prompt_logprobs is not None and choice == 0
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wants_prompt else None
         self.text: TextLog | None = None
+        self.early_text: TextLog | None = None  # of the first tokens, while a reader of text waits for that of all
         self.embedding: bytes | None = None  # with its end
         self.ended: Done | None = None  # its terminal row, still without a stream
         self.found_stop: tuple[int, str] | None = None  # reported by a client that matches stop strings: tokens, string
@@ -885,8 +919,8 @@ class Publisher:
                 subscription.cursor = start
                 if start > len(log.tokens):
                     subscription.plain, subscription.ahead = False, start
-                elif log.text is not None and start:
-                    subscription.characters = self._characters_of(log, start)
+                elif log.text is not None:
+                    subscription.characters = log.text.characters_of(start)
             else:
                 subscription.characters = start
             log.subscriptions.append(subscription)
@@ -895,6 +929,27 @@ class Publisher:
             connection.streams[subscription.stream] = subscription
             if len(log.tokens) > log.num_before or log.ended is not None or subscription.behind:
                 connection.dirty[subscription.stream] = subscription
+
+    def text_backlog(self, submission: SubmittedRequest) -> int:
+        """Return how many tokens are to be detokenized when a reader of text is added."""
+        return sum(
+            len(log.tokens) - (log.early_text.num_tokens if log.early_text is not None else 0)
+            for log in submission.logs
+            if log.text is None
+        )
+
+    def detokenize(self, submission: SubmittedRequest, most: int) -> None:
+        """Detokenize up to `most` tokens for a reader of text who is to be added. The last token of a choice waits: how
+        it is read depends on whether it ended the choice."""
+        for log in submission.logs:
+            if log.text is not None:
+                continue
+            if log.early_text is None:
+                log.early_text = TextLog(self._make_text(submission, False))
+            begin = log.early_text.num_tokens
+            part = log.tokens[begin : max(begin, min(begin + most, len(log.tokens) - 1))]
+            log.early_text.push(part.tolist(), final=False, stop_token=False)
+            most -= len(part)
 
     def drop(self, connection: Connection) -> list[SubmittedRequest]:
         """Remove a connection's subscriptions. Returns its unfinished, not detached submissions without a reader."""
@@ -1087,10 +1142,13 @@ class Publisher:
     def _add_text(self, log: OutputLog, *, search: bool) -> None:
         if log.text is not None:
             return
-        log.text = TextLog(self._make_text(log.submission, search))
+        log.text, log.early_text = log.early_text or TextLog(self._make_text(log.submission, search)), None
         ended = log.ended
         stop_token = ended is not None and ended.reason == "stop" and not isinstance(ended.detail, str)
-        if log.text.push(log.tokens.tolist(), final=ended is not None, stop_token=stop_token) and ended is None:
+        if (
+            log.text.push(log.tokens[log.text.num_tokens :].tolist(), final=ended is not None, stop_token=stop_token)
+            and ended is None
+        ):
             self._stop_at_string(log)  # an earlier engine completed it, and was lost before it could report that
             self._stop(log.uid)
 
@@ -1100,13 +1158,7 @@ class Publisher:
         if len(log.tokens) >= start:
             subscription.ahead = 0
             if log.text is not None:
-                subscription.characters = self._characters_of(log, start)
-
-    def _characters_of(self, log: OutputLog, num_tokens: int) -> int:
-        """Return how many characters a reader has received who has the first `num_tokens` tokens."""
-        text = TextLog(self._make_text(log.submission, True))
-        text.push(log.tokens[:num_tokens].tolist(), final=False, stop_token=False)
-        return len(text.text)
+                subscription.characters = log.text.characters_of(start)
 
     def _end_rows(self, rows: list[Finished], now: float) -> list[OutputLog]:
         logs = [self._end(row, now) for row in rows]

@@ -41,10 +41,10 @@ TokenizeDone = Callable[[list[int] | InferEngineError], None]
 
 
 class TextService:
-    """`deliver` takes a call to the I/O thread."""
+    """`deliver` takes a call to the I/O thread, for its next turn."""
 
     def __init__(self, files: Mapping[str, bytes], deliver: Callable[[Callable[[], None]], None]) -> None:
-        self._deliver = deliver
+        self.deliver = deliver
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="inferengine-text")
         self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="inferengine-long-text")
         self._num_characters = 0  # that wait in it; the I/O thread's
@@ -67,7 +67,7 @@ class TextService:
         size = num_characters(text, messages)
         if size <= PIECE_CHARACTERS:
             future = self._pool.submit(self._encode, text, messages, most)
-            future.add_done_callback(lambda finished: self._deliver(partial(done, _outcome(finished))))
+            future.add_done_callback(lambda finished: self.deliver(partial(done, _outcome(finished))))
             return
         if self._num_characters and self._num_characters + size > MOST_WAITING_CHARACTERS:
             raise InferEngineError("overloaded", "Too many long texts are being tokenized.", retry_after_s=BUSY_S)
@@ -80,7 +80,7 @@ class TextService:
             done(result)
 
         future = self._long_pool.submit(self._encode, text, messages, most)
-        future.add_done_callback(lambda finished: self._deliver(partial(deliver, _outcome(finished))))
+        future.add_done_callback(lambda finished: self.deliver(partial(deliver, _outcome(finished))))
 
     def stream(self, submission: SubmittedRequest, search: bool) -> TextStream:
         """Return a detokenizer for one choice, which finds its stop strings where `search` is set."""
