@@ -314,6 +314,7 @@ def suits(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bo
         and dtype == torch.float32
         and config.group_windows == (None,)
         and config.latent is None
+        and config.moe is None
         and config.rope is not None
         and config.activation == "silu"
         and not config.qk_norm
@@ -326,6 +327,8 @@ def suits(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bo
         and config.logits_softcap is None
         and config.query_scaling is None
         and config.learned_positions is None
+        and config.layer_inputs is None
+        and not config.sinks
     )
 
 

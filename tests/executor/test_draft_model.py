@@ -12,10 +12,14 @@ import pytest
 
 from inferengine.config import Config
 from inferengine.config.model_path import EMBEDDED, EMBEDDED_DRAFT
+from inferengine.core.speculation import DraftModelProposer
 from inferengine.errors import ConfigError
-from inferengine.executor.torch_executor import build_executor
+from inferengine.executor.torch_executor import TorchExecutor, build_executor
 from inferengine.llm import LLM, Generation
 from inferengine.sampling_params import SamplingParams
+from tests.executor.engine import Engine
+from tests.models.checkpoints import greedy_reference, model_of, save
+from tests.models.families import BARE
 
 QUESTIONS = ["What is a KV cache?", "What is 12 + 30?", "Hello!", "Which port does the HTTP server use?"]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -110,6 +114,19 @@ def test_every_draft_token_is_accepted_where_the_draft_is_the_model_itself(monke
         snapshot = llm.core.scheduler.snapshot()
         assert snapshot.num_drafted > 40
         assert snapshot.num_drafts_accepted == snapshot.num_drafted
+
+
+def test_a_draft_may_be_a_mixture_of_experts(tmp_path: Path) -> None:
+    model = model_of("MixtralConfig", {**BARE, "num_local_experts": 3, "num_experts_per_tok": 2})
+    folder = save(model, tmp_path)
+
+    def build(config: Config) -> TorchExecutor:
+        return build_executor(config.with_values(speculation={"draft_model": str(folder)}))
+
+    engine = Engine(folder, build=build, proposer=DraftModelProposer(), max_drafts=3)
+    (output,) = engine.generate([[5, 9, 17, 3]], 12)
+    assert output == greedy_reference(model, [5, 9, 17, 3], output)
+    assert engine.core.scheduler.snapshot().num_drafts_accepted > 0
 
 
 def test_a_draft_of_another_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
