@@ -175,7 +175,7 @@ class Bench:
 
 
 def skew_routers(model: nn.Module, exponent: float) -> Row:
-    """Bias every router's experts by -exponent * log(rank), ranks shuffled layer by layer. Returns how tokens of
+    """Return bias every router's experts by -exponent * log(rank), ranks shuffled layer by layer. Returns how tokens of
     random numbers spread over the first layer's experts: the busiest expert's share of the tokens, and how many
     different experts 64 tokens take."""
     generator = torch.Generator().manual_seed(5)

@@ -211,7 +211,7 @@ def write_weights(folder: Path, name: str, *, seed: int = 0) -> None:
 
 
 def _random(place: str, shape: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A parameter in bfloat16: 1 where it is the gain of a norm."""
+    """Make a random parameter in bfloat16: 1 where it is the gain of a norm."""
     import torch
 
     if place.endswith("norm.weight"):
@@ -221,7 +221,7 @@ def _random(place: str, shape: torch.Tensor, generator: torch.Generator) -> torc
 
 
 def _published(place: str, tensor: torch.Tensor, *, is_mxfp4: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """A parameter of transformers' module under its names in published files. There each expert of a mixture has
+    """Yield a parameter of transformers' module under its names in published files. There each expert of a mixture has
     matrices of its own; those of GPT-OSS are MXFP4, 32 codes and a scale for each block of a row."""
     import torch
 

@@ -225,7 +225,7 @@ def errors_by_class(cost: CostModel, steps: Sequence[TimedStep], pace: Pace) -> 
 def predict(
     load: float, real: Results, slices: Sequence[Slice], profile: DeviceProfile, capacity: Capacity, pace: Pace
 ) -> dict[str, Any]:
-    """Predict one load, and return its row of the report."""
+    """Return predict one load, and return its row of the report."""
     followed, even, rest = Results(), Results(), Results()
     cost, in_flight, num_others = profile.cost, profile.max_in_flight, 0
     for item in slices:

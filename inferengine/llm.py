@@ -262,8 +262,8 @@ class LLM:
         adapter: str | None = None,
         progress: bool = True,
     ) -> list[Embedding]:
-        """The embedding of each prompt (text or token ids), in their order: of the final hidden states the last token's
-        or the mean, as `pooling` or else model.pooling says.
+        """Return the embedding of each prompt (text or token ids), in their order: of the final hidden states the last
+        token's or the mean, as `pooling` or else model.pooling says.
 
         Raises InvalidRequest naming the field of the first prompt that cannot run (then nothing has run), and
         InferEngineError when computing one fails.
@@ -328,7 +328,7 @@ class LLM:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _as_list(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-        """One prompt or several, as several."""
+        """Return one prompt or several as a list."""
         if self._closed:
             raise InferEngineError("engine_unavailable", "This LLM has been closed: make another one.")
         if isinstance(prompts, str):
@@ -339,7 +339,7 @@ class LLM:
         return [one] if one and isinstance(one[0], int) else list(one)
 
     def _adapter(self, name: str | None) -> int:
-        """The number of a loaded adapter; 0: none."""
+        """Return the number of a loaded adapter; 0: none."""
         if name is None:
             return 0
         adapters: AdapterStore | None = getattr(self._executor, "adapters", None)

@@ -115,7 +115,7 @@ class Side(Protocol):
     """An engine that completes token ids."""
 
     def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], drawing: Drawing = GREEDY) -> float:
-        """Seconds for these requests, submitted at once; each gives exactly its number of output tokens."""
+        """Return the seconds for these requests, submitted at once; each gives exactly its number of output tokens."""
         ...
 
 
@@ -141,7 +141,7 @@ class Ours:
         self._llm = LLM(folder, model=model, cache=cache, engine=engine)
 
     def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], drawing: Drawing = GREEDY) -> float:
-        """Seconds of LLM.generate."""
+        """Return the seconds of LLM.generate."""
         params = [self._params(max_tokens=output, ignore_eos=True, **drawing._asdict()) for output in outputs]
         begin = time.perf_counter()
         found = self._llm.generate(list(prompts), params, progress=False)
@@ -178,7 +178,7 @@ class Peer:
         )
 
     def generate_s(self, prompts: Sequence[list[int]], outputs: Sequence[int], drawing: Drawing = GREEDY) -> float:
-        """Seconds of LLM.generate."""
+        """Return the seconds of LLM.generate."""
         more = {"ignore_eos": True, "detokenize": False, **drawing._asdict()}
         params = [self._params(max_tokens=output, **more) for output in outputs]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -312,7 +312,7 @@ class Plan(NamedTuple):
     quick: bool = False
 
     def sizes_of(self, folder: Path) -> EngineSizes:
-        """What the processes of a model are given."""
+        """Return the sizes that the engines of a model are started with."""
         return self.sizes._replace(kv_bytes=self.kv_bytes.get(folder, 0))
 
 
@@ -325,7 +325,8 @@ class Job(NamedTuple):
 
 
 def groups(jobs: Sequence[Job], plan: Plan) -> list[list[Job]]:
-    """What runs one after the other on a card: single jobs, or with `needs` as many as the card holds, first fit."""
+    """Return what runs one after the other on a card: single jobs, or with `needs` as many as the card holds, first
+    fit."""
     if plan.needs is None:
         return [[job] for job in jobs]
     found: list[list[Job]] = []
@@ -391,7 +392,7 @@ class Comparison:
                 _kill(group)
 
     def _next_folders(self, index: int) -> list[Path]:
-        """What a card measures next: its share at once where models load together, else one model."""
+        """Return the folders that a card measures next: all of its models where they load together, else one."""
         with self._lock:
             if self._plan.needs is not None:
                 share, self._shares[index] = self._shares[index], []
@@ -516,7 +517,7 @@ def _kill_unless(group: int, mark: Path | None) -> None:
 
 
 def _bound(index: int, lanes: int) -> list[str]:
-    """The command that binds a lane to its share of the processors, where there is one."""
+    """Return the command that binds a lane to its part of the processors; an empty list where there is none."""
     processors = sorted(os.sched_getaffinity(0))
     share = len(processors) // lanes
     if lanes == 1 or share == 0 or shutil.which("taskset") is None:
@@ -525,8 +526,8 @@ def _bound(index: int, lanes: int) -> list[str]:
 
 
 def with_tokenizer(folder: Path, scratch: Path) -> Path:
-    """A folder with this model's config.json and a tokenizer: its own folder, or `scratch` with one of 256 bytes;
-    `scratch` may be its own."""
+    """Return a folder with this model's config.json and a tokenizer: its own folder, or `scratch` with one of 256
+    bytes; `scratch` may be its own."""
     if (folder / "tokenizer.json").exists():
         return folder
     letters = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256))]
@@ -543,7 +544,7 @@ def with_tokenizer(folder: Path, scratch: Path) -> Path:
 
 
 def joined(rows: Sequence[Row]) -> list[Row]:
-    """One row for each model and workload: `ours`, `peer` and `ratio`, above 1 where ours is better."""
+    """Return one row for each model and workload: `ours`, `peer` and `ratio`, above 1 where ours is better."""
     found: dict[tuple[str, str], Row] = {}
     for row in rows:
         both = found.setdefault(
@@ -558,7 +559,8 @@ def joined(rows: Sequence[Row]) -> list[Row]:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """The comparison as a table: a line for each model, a column for each workload, `ours (ratio)` in each cell."""
+    """Return the comparison as a table: a line for each model, a column for each workload, `ours (ratio)` in each
+    cell."""
     workloads = list(dict.fromkeys(row["workload"] for row in document["rows"]))
     models = list(dict.fromkeys(row["model"] for row in document["rows"]))
     cells = {(row["model"], row["workload"]): _cell(row) for row in document["rows"]}

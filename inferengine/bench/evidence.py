@@ -119,7 +119,7 @@ def problems_of_document(name: str, text: str, results: Mapping[str, dict[str, A
 
 
 def _quotes(line: str) -> Iterator[tuple[str, list[str], float, list[re.Match[str]]]]:
-    """Of each comment of a line: its file, its paths, the scale, and the numbers that it is about."""
+    """Yield, for each comment of a line, its file, its paths, the scale, and the numbers that it is about."""
     end = 0
     for match in FIGURE.finditer(line):
         *paths, last = match["paths"].split()
@@ -535,7 +535,7 @@ def run_all(
 
 
 def _is_there(file: Path) -> bool:
-    """Whether a file has a result of this code."""
+    """Return whether a file has a result of this code."""
     try:
         return bool(json.loads(file.read_text())["environment"]["revision"] == revision())
     except (OSError, ValueError, LookupError, TypeError):

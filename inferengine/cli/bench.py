@@ -301,7 +301,7 @@ def compare(arguments: Arguments) -> int:
 
 
 def _need(folder: Path, kv_tokens: int, ranks: int) -> compare_engines.Need:
-    """The bytes that a process of either side takes of each of its cards."""
+    """Return the bytes that a process of either side takes of each of its cards."""
     weights, per_token = bytes_of_model(folder)
     kv_bytes = kv_tokens * per_token // ranks
     return compare_engines.Need(weights // ranks + kv_bytes + compare_engines.OTHER_BYTES, kv_bytes)
@@ -450,7 +450,7 @@ def write_raw(folder: Path, found: dict[str, Any]) -> None:
 
 
 def numbers(arguments: Arguments, name: str, kind: type[int] | type[float]) -> list[Any]:
-    """The numbers above zero of a list with commas. Raises ConfigError that names the flag."""
+    """Return the numbers above zero of a list with commas. Raises ConfigError that names the flag."""
     option = Option(f"--{name} LIST", "", kind(0), minimum=None)
     text = arguments.values[option.name]
     found = [option.convert(part) for part in text.split(",")]
@@ -460,7 +460,7 @@ def numbers(arguments: Arguments, name: str, kind: type[int] | type[float]) -> l
 
 
 def _flags(arguments: Arguments) -> list[str] | None:
-    """The words of --serve; None without it."""
+    """Return the words of --serve; None without it."""
     text = arguments.values["serve"]
     if not text:
         return None
@@ -507,7 +507,7 @@ def _series(arguments: Arguments, series: Callable[[LoadOptions, suites.Measure]
 
 
 def load_options(arguments: Arguments) -> tuple[LoadOptions, str]:
-    """The load, and where the JSON goes: a file, `-` or nowhere (""). Raises ConfigError."""
+    """Return the load, and where the JSON goes: a file, `-` or nowhere (""). Raises ConfigError."""
     names = {field.name for field in fields(LoadOptions)}
     values = {name: value for name, value in arguments.values.items() if name in names}
     file = arguments.values["json"]
@@ -522,7 +522,8 @@ def load_options(arguments: Arguments) -> tuple[LoadOptions, str]:
 
 
 def measure(options: LoadOptions, stream: TextIO) -> dict[str, Any]:
-    """The report of one load; progress goes to `stream` where that is a terminal. Raises InferEngineError."""
+    """Measure one load and return its report; progress goes to `stream` where that is a terminal. Raises
+    InferEngineError."""
     model = load_generator.served_model(options)
     options = replace(options, context=options.context or model.context)
     bodies = request_bodies(options, model.name)

@@ -73,7 +73,7 @@ def inspect(folder: Path) -> ModelSummary:
 
 
 def _inspect_gguf(path: Path) -> ModelSummary:
-    """Summarize a GGUF file, with the files that it is split into."""
+    """Return summarize a GGUF file, with the files that it is split into."""
     try:
         file = read_gguf(path)
         config = config_values(path)
