@@ -24,7 +24,7 @@ from inferengine.text.tool_parsers import (
     pythonic,
     xml,
 )
-from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning, split_at_mark
+from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning, shown_end, split_at_mark
 from inferengine.text.tool_parsers.custom import CustomCalls
 
 # -- formats of tool calls ---------------------------------------------------------------------------------------------
@@ -42,7 +42,8 @@ class ToolParser(Protocol):
         """Take more text. Returns the parts that it completes; `final`: nothing follows, so nothing stays held back.
 
         `cut`, only with `final`: the output was cut off, by max_tokens say. The beginning of a call is then no content:
-        it is a call with its arguments as far as they came, and nothing where its name is not complete."""
+        it is a call with its arguments as far as they came, and nothing where its name, or the mark before it, is not
+        complete."""
         ...
 
 
@@ -479,17 +480,20 @@ class ReasoningReader:
         if self._state == "start":
             begin = text.lstrip()
             opened = next((mark for mark in self._format.opens if begin.startswith(mark)), None)
+            may_open = any(mark.startswith(begin) for mark in self._format.opens)
             if opened is not None:
                 self._state, text = "reasoning", begin[len(opened) :]
-            elif any(mark.startswith(begin) for mark in self._format.opens) and not final:
+            elif may_open and not final:
                 self._held = text
+                return parts
+            elif may_open and begin and not shown_end(begin, cut=cut):
                 return parts
             else:
                 self._state, self._begun = "answer", True
         if self._state == "reasoning":
             before, mark, rest = split_at_mark(text, self._format.closes)
             if final and mark is None:
-                before, rest = before + rest, ""
+                before, rest = before + shown_end(rest, cut=cut), ""
             if not self._begun:
                 before = before.lstrip()
             shown = before.rstrip()
@@ -553,7 +557,8 @@ class MessageReader:
 
     def push(self, text: str, final: bool = False, *, cut: bool = False) -> list[Part]:
         """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
-        split: list[Part] = [Content(text)] if self._reasoning is None else self._reasoning.push(text, final)
+        reasoning = self._reasoning
+        split: list[Part] = [Content(text)] if reasoning is None else reasoning.push(text, final, cut=cut)
         if self._tools is None:
             return [part for part in split if not isinstance(part, Content) or part.text]
         parts: list[Part] = []

@@ -297,6 +297,23 @@ CUT = [  # what a model wrote up to max_tokens, the text that is shown, and the 
     ("cohere", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "get_w', "", []),
     ("gemma4", "<|tool_call>call:get_w", "", []),
     ("gemma4", "<|tool_call>call:f{a:1", "", [("f", "")]),
+    # the mark itself was cut
+    ("hermes", "So:\n<tool_", "So:", []),
+    ("hermes", "It is a <", "It is a", []),
+    ("hermes", f'<tool_call>\n{{"name": "f", "arguments": {W}}}\n</tool', "", [("f", W)]),
+    ("mistral", "So: [TOOL_", "So: ", []),
+    ("llama3_json", "<|pyth", "", []),
+    ("harmony", "<|chan", "", []),
+    ("harmony", "<|channel|>final<|message|>So:<|star", "So:", []),
+    ("pythonic", "<|python_st", "", []),
+    ("qwen3_coder", "So:\n<func", "So:", []),
+    ("seed_oss", "So:\n<seed:tool", "So:", []),
+    ("deepseek_v31", "So:<｜tool▁calls▁be", "So:", []),
+    ("phi4_mini", "So: <|tool", "So:", []),
+    ("phi4_mini", "This is the func", "This is the func", []),  # may be a word: Phi-4-mini's mark is functools[
+    ("phi4_mini", f'<|tool_call|>[{{"name": "f", "arguments": {W}}}]<|/tool', "", [("f", W)]),
+    ("cohere", "So:<|START_AC", "So:", []),
+    ("gemma4", "So:\n<|tool", "So:", []),
 ]
 
 
@@ -394,6 +411,25 @@ def test_what_coheres_models_think_is_apart(calls: bool) -> None:
     for pieces in cuts(text):
         message, _ = read(MessageReader(None, CohereParser(calls=calls)), pieces)
         assert (message.reasoning, message.content) == ("Let me see.", "Sunny."), pieces
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<thi", "", ""),
+        ("<think>Hm.\n</thi", "Hm.", ""),
+        ("Here is my", "", "Here is my"),  # a mark of other models, of words
+        ("<", "", ""),
+        ("a <", "", "a <"),
+        (" ", "", " "),
+    ],
+)
+def test_a_mark_of_reasoning_that_is_cut_off_is_no_text(text: str, reasoning: str, content: str) -> None:
+    form = REASONING["granite" if text[0] == "H" else "think"]
+    message = MessageReader(ReasoningReader(inside=False, format=form), None).read(text, cut=True)
+    assert (message.reasoning, message.content) == (reasoning, content)
+    whole = MessageReader(ReasoningReader(inside=False, format=form), None).read(text)
+    assert whole.reasoning + whole.content == text.removeprefix("<think>"), "the model itself ended it"
 
 
 def test_channels_of_harmony_without_tools() -> None:

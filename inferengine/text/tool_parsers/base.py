@@ -32,6 +32,12 @@ def split_at_mark(text: str, marks: Sequence[str]) -> tuple[str, str | None, str
     return text, None, ""
 
 
+def shown_end(held: str, *, cut: bool) -> str:
+    """Return what is shown of the end of an output that may begin a mark: all of it, or where the output was cut off
+    nothing, as of a call whose mark is complete. What may begin a word is shown."""
+    return held if not cut or held[:1].isalnum() else ""
+
+
 class Content(NamedTuple):
     """Text for the user."""
 
@@ -231,6 +237,13 @@ class Prose:
     def end_call(self) -> None:
         """Drop the white space after a call."""
         self._after_call = True
+
+    def show_end(self, held: str, parts: list[Part], *, cut: bool) -> None:
+        """Take the end of the output, which may begin a mark; see `shown_end`."""
+        shown = shown_end(held, cut=cut)
+        if held and not shown:
+            self.begin_call()
+        self.show(shown, parts)
 
     def finish(self, parts: list[Part]) -> None:
         """Show what was held back: nothing follows."""

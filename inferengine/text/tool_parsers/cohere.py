@@ -9,7 +9,7 @@ An answer is in `<|START_RESPONSE|>`, of newer models in `<|START_TEXT|>`, or in
 
 from __future__ import annotations
 
-from inferengine.text.tool_parsers.base import Content, Part, Reasoning, split_at_mark
+from inferengine.text.tool_parsers.base import Content, Part, Reasoning, shown_end, split_at_mark
 from inferengine.text.tool_parsers.json_list import COHERE, JsonListParser
 
 THINKING = ("<|START_THINKING|>", "<|END_THINKING|>")
@@ -40,7 +40,7 @@ class CohereParser:
                 break
             self._pass(mark, parts)
         if final:
-            self._take(self._held, parts)
+            self._take(self._held if self._state == "action" else shown_end(self._held, cut=cut), parts)
             self._held = ""
             if self._calls is not None:
                 parts += self._calls.push("", final=True, cut=cut)

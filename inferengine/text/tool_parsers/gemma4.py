@@ -51,7 +51,7 @@ class Gemma4Parser:
                 self._call.append(self._held)
                 self._end(parts, closed=False, cut=cut)
             else:
-                self._prose.show(self._held, parts)
+                self._prose.show_end(self._held, parts, cut=cut)
             self._held = ""
             self._prose.finish(parts)
         return parts

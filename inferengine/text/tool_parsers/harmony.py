@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 
-from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning, split_at_mark
+from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning, shown_end, split_at_mark
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -42,7 +42,7 @@ class HarmonyParser:
         """Take more text; `final`, `cut`: as of ToolParser. Returns the parts that it completes."""
         parts: list[Part] = []
         self._held += text
-        if self._state == "start" and not self._begin(final):
+        if self._state == "start" and not self._begin(final, cut=cut):
             return parts
         while self._held:
             if self._state == "header":
@@ -60,15 +60,16 @@ class HarmonyParser:
             self._state, self._header = "header", [mark] if mark in (START, CHANNEL) else []
         if final:
             if self._state == "message":
-                self._show(self._held, parts)
+                self._show(self._held if self._kind == "call" else shown_end(self._held, cut=cut), parts)
                 self._close(parts, cut=cut)
             self._held = ""
         return parts
 
-    def _begin(self, final: bool) -> bool:
-        """Find out whether the output begins within a header. False: more text is needed."""
+    def _begin(self, final: bool, *, cut: bool) -> bool:
+        """Find out whether the output begins within a header. False: more text is needed, or the header was cut
+        off."""
         begin = self._held
-        if not final and any(sign.startswith(begin) and sign != begin for sign in _HEADER):
+        if (not final or cut) and any(sign.startswith(begin) and sign != begin for sign in _HEADER):
             return False
         self._state = "header" if begin.startswith(_HEADER) else "message"
         return True

@@ -42,7 +42,7 @@ class HermesParser:
                 self._read(self._call, self._held, parts, cut=cut)
                 self._close(parts, "", cut=cut)
             else:
-                self._prose.show(self._held, parts)
+                self._prose.show_end(self._held, parts, cut=cut)
                 self._prose.finish(parts)
             self._held = ""
         return parts

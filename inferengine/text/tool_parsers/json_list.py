@@ -6,7 +6,7 @@ Granite 3 ends the list with the answer, Phi-4-mini with `<|/tool_call|>`; Grani
 
 from __future__ import annotations
 
-from inferengine.text.tool_parsers.base import CallDelta, CallObject, Part, Prose, split_at_mark
+from inferengine.text.tool_parsers.base import CallDelta, CallObject, Part, Prose, shown_end, split_at_mark
 
 GRANITE = ("<|tool_call|>", "<tool_call>")
 PHI4 = ("<|tool_call|>", "functools[")
@@ -46,8 +46,10 @@ class JsonListParser:
         if final:
             if self._state == "call":
                 self._take(parts, cut=cut)
+            elif self._state == "text":
+                self._prose.show_end(self._held, parts, cut=cut)
             else:
-                self._read_outside(self._held, parts)
+                self._read_outside(shown_end(self._held, cut=cut), parts)
             self._held = ""
             is_cut_off = cut and self._state != "text"  # a call was to come
             if (not self._call.begun or self._state == "between") and not is_cut_off:

@@ -34,7 +34,8 @@ class Llama3JsonParser:
                     self._begin(character == "{", parts)
             elif not TAG.startswith(begin := self._pending.lstrip()) and (body := begin.removeprefix(TAG).lstrip()):
                 self._begin(body == "{", parts)
-        is_tagged = self._pending.lstrip().startswith(TAG)
+        message = self._pending.lstrip()
+        is_tagged = message.startswith(TAG) or (message != "" and TAG.startswith(message))  # a tag may be cut off, too
         if self._state == "call":
             self._take(parts, cut=cut and is_tagged)
         if final and self._state in ("start", "call") and not self._call.begun and not (cut and is_tagged):

@@ -69,7 +69,10 @@ class MarkedParser:
                 break
             self._pass(mark, parts)
         if final:
-            self._take(self._held, parts)
+            if self._state == "text":
+                self._prose.show_end(self._held, parts, cut=cut)
+            else:
+                self._take(self._held, parts)
             self._held = ""
             if self._state in ("head", "before"):
                 self._end(parts, cut=cut)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from inferengine.text.tool_parsers.base import CallDelta, CallObject, Content, JsonValue, Part, split_at_mark
+from inferengine.text.tool_parsers.base import CallDelta, CallObject, Content, JsonValue, Part, shown_end, split_at_mark
 
 MARK, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
@@ -26,7 +26,7 @@ class MistralParser:
         if self._state == "text":
             before, mark, self._held = split_at_mark(self._held + text, (MARK,))
             if mark is None and final:
-                before, self._held = before + self._held, ""
+                before, self._held = before + shown_end(self._held, cut=cut), ""
             if before:
                 parts.append(Content(before))
             if mark is None:

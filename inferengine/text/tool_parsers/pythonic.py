@@ -121,7 +121,7 @@ class PythonicParser:
     def _finish(self, parts: list[Part], *, cut: bool) -> None:
         if cut and self._state == "call":
             parts.append(CallDelta(self._num_calls, "".join(self._held).partition("(")[0], ""))
-        elif cut and (self._state == "between" or "".join(self._held).lstrip().startswith(START)):
+        elif cut and (self._state == "between" or _is_marked("".join(self._held).lstrip())):
             return  # a call was to come
         elif self._state == "call":
             self._show(parts, self._unread())
@@ -129,6 +129,11 @@ class PythonicParser:
             self._show(parts, "".join(self._held))
         elif self._state == "over":
             self._show(parts, "".join(self._held).strip().removeprefix(END))
+
+
+def _is_marked(text: str) -> bool:
+    """Return whether an output that was cut off begins with the mark, or with its beginning."""
+    return text.startswith(START) or (text != "" and START.startswith(text))
 
 
 def _call(text: str) -> tuple[str, str] | None:

@@ -72,7 +72,10 @@ class XmlParser:
                 break
             self._pass(mark, parts)
         if final:
-            self._take(self._held, parts)
+            if self._state in ("text", "after"):
+                self._prose.show_end(self._held, parts, cut=cut)
+            else:
+                self._take(self._held, parts)
             self._held = ""
             self._finish(parts, cut=cut)
         return parts
