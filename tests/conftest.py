@@ -30,7 +30,7 @@ NODE_PACKAGES = Path(__file__).parent / "node" / "node_modules"
 
 
 def _missing(marker: str) -> str:
-    """What this machine lacks for tests of a marker; empty when nothing is missing."""
+    """Return what this machine lacks for tests of a marker; empty when nothing is missing."""
     if marker == "gpu":
         return "" if Path("/dev/nvidiactl").exists() else "no CUDA device"
     if marker == "browser":
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What all imports made stays: no need to look through it at every collection of garbage, or to make it again."""
+    """Exclude what all imports made from garbage collection: it stays."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -81,13 +81,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def compile_program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    """Runs programs that compile kernels for a card."""
+    """Yield what runs programs that compile kernels for a card."""
     with compiler_process(tmp_path_factory.mktemp("compiler")) as run:
         yield run
 
 
 def _cannot_be_brought(reason: str) -> bool:
-    """What no installation would change."""
+    """Return whether no installation would change it."""
     return "CUDA device" in reason or HIDDEN in reason
 
 

@@ -45,7 +45,7 @@ def parse(module: str, text: str, *, is_package: bool = False) -> Source:
 
 
 def read_tree(root: Path, *packages: str) -> list[Source]:
-    """Every Python file of these packages under `root`."""
+    """Return every Python file of these packages under `root`."""
     sources: list[Source] = []
     for package in packages:
         for path in sorted((root / package).rglob("*.py")):
@@ -57,7 +57,7 @@ def read_tree(root: Path, *packages: str) -> list[Source]:
 
 
 def imports(source: Source) -> list[Import]:
-    """Everything that the file imports, relative imports resolved, `if TYPE_CHECKING` included."""
+    """Return everything that the file imports, relative imports resolved, `if TYPE_CHECKING` included."""
     found: list[Import] = []
     for node, inside in _walk(source.tree, False):
         if isinstance(node, ast.Import):
@@ -69,7 +69,7 @@ def imports(source: Source) -> list[Import]:
 
 
 def broken_layers(sources: Iterable[Source]) -> list[str]:
-    """Imports that run up or sideways."""
+    """Return imports that run up or sideways."""
     sources = list(sources)
     known = {source.module for source in sources}
     broken: list[str] = []
@@ -86,7 +86,8 @@ def broken_layers(sources: Iterable[Source]) -> list[str]:
 
 
 def heavy_imports(sources: Iterable[Source]) -> list[str]:
-    """torch, triton or transformers where a process must stay light, and the runtime outside its doors."""
+    """Return imports of torch, triton or transformers where a process must stay light, and the runtime outside its
+    doors."""
     broken: list[str] = []
     for source in sources:
         if not _under(source.module, LIGHT_PARTS):
@@ -104,7 +105,7 @@ def heavy_imports(sources: Iterable[Source]) -> list[str]:
 
 
 def cycles(sources: Iterable[Source]) -> list[str]:
-    """Groups of modules that import each other, lazy imports included."""
+    """Return groups of modules that import each other, lazy imports included."""
     sources = list(sources)
     known = {source.module for source in sources}
     graph: dict[str, set[str]] = {source.module: set() for source in sources}
@@ -116,7 +117,7 @@ def cycles(sources: Iterable[Source]) -> list[str]:
 
 
 def clocks_in_core(sources: Iterable[Source]) -> list[str]:
-    """Clocks and chance in the core: both are injected."""
+    """Return uses of clocks and chance in the core: both are injected."""
     return [
         f"{source.module}:{item.line} imports {item.module}"
         for source in sources
@@ -127,7 +128,7 @@ def clocks_in_core(sources: Iterable[Source]) -> list[str]:
 
 
 def environment_reads(sources: Iterable[Source]) -> list[str]:
-    """The process's environment outside environment.py."""
+    """Return reads of the process's environment outside environment.py."""
     names = {"environ", "environb", "getenv", "putenv"}
     broken: list[str] = []
     for source in sources:
@@ -145,7 +146,7 @@ def environment_reads(sources: Iterable[Source]) -> list[str]:
 
 
 def unsafe_code(sources: Iterable[Source]) -> list[str]:
-    """What turns bytes into code: pickle and its kin, eval, exec, torch.load, a shell."""
+    """Return what turns bytes into code: pickle and its kin, eval, exec, torch.load, a shell."""
     broken: list[str] = []
     for source in sources:
         where = source.module
@@ -173,7 +174,8 @@ def unsafe_code(sources: Iterable[Source]) -> list[str]:
 
 
 def requests_made_elsewhere(sources: Iterable[Source]) -> list[str]:
-    """Only engine.io.intake turns a wire message into a core Request: no other file that knows the wire makes one."""
+    """Return requests made elsewhere: only engine.io.intake turns a wire message into a core Request: no other file
+    that knows the wire makes one."""
     broken: list[str] = []
     for source in sources:
         items = imports(source)
@@ -192,7 +194,7 @@ def requests_made_elsewhere(sources: Iterable[Source]) -> list[str]:
 
 
 def missing_docstrings(sources: Iterable[Source]) -> list[str]:
-    """Public modules that do not say what they are. An empty __init__ has nothing to say."""
+    """Return public modules that do not say what they are. An empty __init__ has nothing to say."""
     return [
         source.module
         for source in sources
@@ -203,7 +205,7 @@ def missing_docstrings(sources: Iterable[Source]) -> list[str]:
 
 
 def missing_public_docstrings(sources: Iterable[Source]) -> list[str]:
-    """Public classes, functions and methods of public classes without a docstring."""
+    """Return public classes, functions and methods of public classes without a docstring."""
     return [
         f"{source.module}:{node.lineno} {node.name}"
         for source in sources
@@ -213,7 +215,7 @@ def missing_public_docstrings(sources: Iterable[Source]) -> list[str]:
 
 
 def repeated_file_names(sources: Iterable[Source], allowed: Mapping[str, set[str]]) -> list[str]:
-    """Modules of one part of the tree that share a file name. `allowed`: names by part that may be shared."""
+    """Return modules of one part of the tree that share a file name. `allowed`: names by part that may be shared."""
     places: dict[tuple[str, str], list[str]] = {}
     for source in sources:
         if not source.is_package:
@@ -226,7 +228,7 @@ def repeated_file_names(sources: Iterable[Source], allowed: Mapping[str, set[str
 
 
 def repeated_class_names(sources: Iterable[Source], allowed: Mapping[str, set[str]]) -> list[str]:
-    """Public classes of one part of the tree that share a name. `allowed`: names by part that may be shared."""
+    """Return public classes of one part of the tree that share a name. `allowed`: names by part that may be shared."""
     places: dict[tuple[str, str], list[str]] = {}
     for source in sources:
         for node in source.tree.body:
@@ -240,7 +242,7 @@ def repeated_class_names(sources: Iterable[Source], allowed: Mapping[str, set[st
 
 
 def crowded_folders(sources: Iterable[Source], limit: int) -> list[str]:
-    """Packages below the top level with more than `limit` modules and packages."""
+    """Return packages below the top level with more than `limit` modules and packages."""
     entries: dict[str, set[str]] = {}
     for source in sources:
         package, _, name = source.module.rpartition(".")
@@ -315,7 +317,8 @@ def _absolute(source: Source, node: ast.ImportFrom) -> str:
 
 
 def _target(item: Import, known: set[str]) -> str:
-    """`from package import module` loads the module; `from module import name` the module."""
+    """Return what an import loads: `from package import module` loads the module; `from module import name` the
+    module."""
     deeper = f"{item.module}.{item.name}"
     return deeper if deeper in known else item.module
 
@@ -337,7 +340,7 @@ def _is_name(node: ast.AST, name: str) -> bool:
 
 
 def _strongly_connected(graph: Mapping[str, set[str]]) -> list[set[str]]:
-    """Kosaraju: depth-first order of the graph, then components of its reverse."""
+    """Return the components, by Kosaraju: depth-first order of the graph, then components of its reverse."""
     order: list[str] = []
     seen: set[str] = set()
     for root in graph:

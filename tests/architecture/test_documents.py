@@ -36,7 +36,7 @@ OLD_NAMES = {"engine/link", "engine/outbox", "executor/speculation"}  # in the c
 
 
 def commands_of(document: Path) -> list[str]:
-    """What stands between backticks: each line of a block, and each span."""
+    """Return what stands between backticks: each line of a block, and each span."""
     fence = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
     text = document.read_text(encoding="utf-8")
     lines = [line for block in fence.findall(text) for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
@@ -45,7 +45,7 @@ def commands_of(document: Path) -> list[str]:
 
 
 def module_file(name: str) -> Path | None:
-    """The file that `python -m NAME` runs; None: there is none."""
+    """Return the file that `python -m NAME` runs; None: there is none."""
     found = importlib.util.find_spec(name)
     if found is not None and found.submodule_search_locations is not None:
         found = importlib.util.find_spec(f"{name}.__main__")
@@ -53,7 +53,7 @@ def module_file(name: str) -> Path | None:
 
 
 def program_text(path: Path, seen: set[Path]) -> str:
-    """The source of a program and of the modules of this repository's tools that it uses."""
+    """Return the source of a program and of the modules of this repository's tools that it uses."""
     if path in seen or not path.is_file():
         return ""
     seen.add(path)

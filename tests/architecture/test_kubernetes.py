@@ -46,7 +46,7 @@ def base() -> list[Document]:
 
 
 def containers(found: list[Document]) -> dict[str, Document]:
-    """By name, the containers of all workloads."""
+    """Return, by name, the containers of all workloads."""
     pods = [document["spec"]["template"]["spec"] for document in found if "template" in document["spec"]]
     return {container["name"]: container for pod in pods for container in pod["containers"]}
 

@@ -32,7 +32,7 @@ _LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)")
 
 
 def script(name: str) -> ModuleType:
-    """A program of scripts/ as a module."""
+    """Return a program of scripts/ as a module."""
     loader = importlib.machinery.SourceFileLoader(name, str(ROOT / "scripts" / name))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))  # type: ignore[arg-type]
     loader.exec_module(module)
@@ -40,18 +40,18 @@ def script(name: str) -> ModuleType:
 
 
 def leaves(nav: Any) -> Iterator[str]:
-    """The pages of the navigation."""
+    """Yield the pages of the navigation."""
     for item in nav.values() if isinstance(nav, dict) else nav:
         yield from [item] if isinstance(item, str) else leaves(item)
 
 
 def without_code(text: str) -> str:
-    """A page without its blocks."""
+    """Return a page without its blocks."""
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def anchors(path: Path) -> set[str]:
-    """Of a page's headings, as both GitHub and mkdocs make them."""
+    """Return the anchors of a page's headings, as both GitHub and mkdocs make them."""
     headings = re.findall(r"^#+ (.*)$", without_code(path.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 

@@ -93,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving() -> Iterator[FakeServer]:
-    """A server in a thread of its own, until the block ends."""
+    """Yield a server in a thread of its own, until the block ends."""
     server = FakeServer()
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()

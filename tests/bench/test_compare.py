@@ -147,7 +147,7 @@ def test_processes_that_load_together_measure_one_after_the_other(run: Callable[
 
 
 def shapes_in(folder: Path, *names: str) -> list[str]:
-    """Folders of small models: their flags."""
+    """Return folders of small models: their flags."""
     for name in names:
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text(json.dumps(TINY))
@@ -156,7 +156,7 @@ def shapes_in(folder: Path, *names: str) -> list[str]:
 
 
 def peer_that(folder: Path, does: str) -> str:
-    """A program in place of the peer's Python, which prints a figure first."""
+    """Return a program in place of the peer's Python, which prints a figure first."""
     program = folder / "python"
     program.write_text(f"#!/bin/sh\necho '{compare.MARK}{json.dumps(FIGURE)}'\n{does}\n")
     program.chmod(0o700)

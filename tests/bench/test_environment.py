@@ -13,7 +13,7 @@ from inferengine.bench import environment
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with one commit, and a folder `copy` in it that is none of its own."""
+    """Return a repository with one commit, and a folder `copy` in it that is none of its own."""
     monkeypatch.delenv("INFERENGINE_REVISION", raising=False)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "--quiet"], check=True)

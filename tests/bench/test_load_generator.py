@@ -11,7 +11,7 @@ from tests.bench.servers import FakeServer, serving
 
 
 async def two_in_turn(server: FakeServer) -> list[LoadReply]:
-    """The second once the server has closed the first one's connection, where it does."""
+    """Return the second reply, sent once the server has closed the first one's connection, where it does."""
     options = LoadOptions(url=server.url, requests=2)
     load = LoadClient(options, lambda: None)
     first, second = request_bodies(options, "fake")

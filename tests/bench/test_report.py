@@ -9,7 +9,7 @@ from inferengine.bench.report import report, table
 
 
 def reply(*event_s: float, ended_s: float, tokens: int) -> LoadReply:
-    """One that began at 0 and ended well."""
+    """Return a reply that began at 0 and ended well."""
     usage = {"prompt_tokens": 10, "completion_tokens": tokens}
     return LoadReply(0.0, 200, ended_s, list(event_s), usage, finish_reason="length")
 

@@ -28,7 +28,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever(
 
 
 def fake_vllm(folder: Path, program: str) -> PeerPlace:
-    """A package that is started as vLLM's command line is."""
+    """Return a package that is started as vLLM's command line is."""
     module = folder / "vllm" / "entrypoints" / "cli" / "main.py"
     module.parent.mkdir(parents=True)
     for package in (folder / "vllm", module.parents[1], module.parent):

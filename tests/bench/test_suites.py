@@ -210,7 +210,7 @@ def test_a_page_has_the_table_the_plots_and_where_it_was_measured() -> None:
 
 
 def verifies(folder: Path) -> bool:
-    """What S2's verifier reads of two files each, and decides: the same workload, all of it done, the gate reached."""
+    """Return what S2's verifier decides of two files each: the same workload, all of it done, the gate reached."""
     ratios = []
     for ours_file in sorted(folder.glob("*-ours.json")):
         ours, theirs = (json.loads((folder / ours_file.name.replace("ours", name)).read_text()) for name in SIDES)
@@ -314,7 +314,7 @@ RIGHT: dict[str, Any] = {
 
 
 def right(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """A server that answers as it should."""
+    """Answer as a server should."""
     if body["max_tokens"] < 0 or not isinstance(body["prompt"], str):
         return 400, {}
     if body["model"] != "m":

@@ -10,7 +10,7 @@ SENT_S, GAP_S = 5.0, 0.001
 
 
 def notes_of_a_request(sent_s: float = SENT_S) -> list[tuple[str, float]]:
-    """Every point between the request's leaving and the event's arrival, a millisecond apart."""
+    """Return every point between the request's leaving and the event's arrival, a millisecond apart."""
     return [(name, sent_s + place * GAP_S) for place, name in enumerate(PATH[1:-1], 1)]
 
 

@@ -138,7 +138,7 @@ def test_a_host_that_launches_longer_than_the_device_computes_is_measured_and_pr
 
 
 def make_samples(*works: Callable[[float], float]) -> list[Sample]:
-    """Works that took so long at each second from 0 to 99."""
+    """Return works that took so long at each second from 0 to 99."""
     return [Sample(time_s, tuple(work(time_s) for work in works)) for time_s in range(100)]
 
 

@@ -325,7 +325,7 @@ def test_a_line_of_a_batch_that_is_missing_double_or_different_is_found() -> Non
 
 
 def ask(events: list[str], manner: str = "read") -> Result:
-    """What the client makes of this answer of an HTTP front end."""
+    """Return what the client makes of this answer of an HTTP front end."""
 
     async def asked() -> Result:
         service: Any = SimpleNamespace(http="http://front-end", engine="ipc:///nowhere")
@@ -422,7 +422,7 @@ def test_a_process_that_is_started_as_sigterm_comes_is_ended_too(
 
 
 def commands_of_session(session: int) -> list[bytes]:
-    """The command lines of the processes of a session that have not ended."""
+    """Return the command lines of the processes of a session that have not ended."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

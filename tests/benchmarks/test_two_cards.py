@@ -105,7 +105,7 @@ def test_a_job_fits_the_cards(card: str, tmp_path: Path) -> None:
 
 
 def fits(need: Need, card_mib: int) -> bool:
-    """Weights and cache leave 5 GiB for activations, graphs and exchanges."""
+    """Return whether weights and cache leave 5 GiB for activations, graphs and exchanges."""
     return need.whole - OTHER_BYTES + (5 << 30) <= card_mib << 20
 
 

@@ -68,7 +68,7 @@ JSON_ANSWER = '{"name": "Anna", "text": "' + EVIL + '", "age": 31, "ok": true}'
 
 
 def script(prompt: str, choice: int) -> str:
-    """Answers by what the last user turn says."""
+    """Answer by what the last user turn says."""
     question = prompt.rpartition("<user>")[2].partition("\n<assistant>")[0]
     if question.startswith("markdown"):
         return MARKDOWN
@@ -90,7 +90,8 @@ def script(prompt: str, choice: int) -> str:
 
 @pytest.fixture(scope="module")  # playwright's own event loop runs as long as it: no other test may start one then
 def chromium():
-    """The browser: chromium, or Firefox (over WebDriver BiDi) where INFERENGINE_TEST_BROWSER is the path of one."""
+    """Yield the browser: chromium, or Firefox (over WebDriver BiDi) where INFERENGINE_TEST_BROWSER is the path of
+    one."""
     sync_api = pytest.importorskip("playwright.sync_api")
     firefox = os.environ.get("INFERENGINE_TEST_BROWSER")
     executable = firefox or next(path for name in BROWSERS if (path := shutil.which(name)))
@@ -140,7 +141,8 @@ def open_page(chromium, server):
 
 @pytest.fixture(scope="module")
 def shared_page(chromium, tmp_path_factory):
-    """One page for all tests of a module that leave it as it was; a blocked resource on it fails the last of them."""
+    """Yield one page for all tests of a module that leave it as it was; a blocked resource on it fails the last of
+    them."""
     problems: list[str] = []
     with make_engine(tmp_path_factory.mktemp("engine"), script) as engine, serving(engine) as server:
         page = chromium.new_page()
@@ -153,6 +155,7 @@ def shared_page(chromium, tmp_path_factory):
 
 
 def note_problem(message: Any, problems: list[str]) -> None:
-    """Errors of scripts and of the content security policy; a socket that cannot connect is the test's own doing."""
+    """Record errors of scripts and of the content security policy; a socket that cannot connect is the test's own
+    doing."""
     if message.type == "error" and "WebSocket connection" not in message.text:
         problems.append(message.text)

@@ -18,7 +18,7 @@ def finish(page):
 
 
 def answers(page):
-    """All answers on the page once the last one is complete."""
+    """Return all answers on the page once the last one is complete."""
     finish(page)
     return page.locator(".message.assistant .body").all_inner_texts()
 
@@ -43,7 +43,7 @@ def stream_some(page, engine, text="long"):
 
 
 def exported(number):
-    """An export of this many conversations."""
+    """Return an export of this many conversations."""
     conversations = []
     for at in range(number):
         question = {"id": f"a{at}", "parent": None, "created": 1, "role": "user", "content": f"question {at}"}

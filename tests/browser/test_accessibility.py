@@ -69,7 +69,7 @@ def test_everything_fits_a_screen_of_320_by_480(open_page):
 
 
 def check_fits(page, selector):
-    """The element is inside the window, and nothing scrolls sideways."""
+    """Check that the element is inside the window, and nothing scrolls sideways."""
     page.wait_for_selector(selector)
     size = page.viewport_size
     box = page.locator(selector).bounding_box()

@@ -24,7 +24,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 def open_page(chromium: Any, house: House, name: str) -> tuple[Any, list[str]]:
-    """The page with the key typed in, and what its scripts or the browser complain about."""
+    """Return the page with the key typed in, and what its scripts or the browser complain about."""
     page, problems = chromium.new_page(), []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
@@ -35,7 +35,7 @@ def open_page(chromium: Any, house: House, name: str) -> tuple[Any, list[str]]:
 
 
 def unexpected(problems: list[str]) -> list[str]:
-    """Without the 401 that makes the page ask for a key, and without Redoc's logo."""
+    """Return the complaints without the 401 that makes the page ask for a key, and without Redoc's logo."""
     return [text for text in problems if "401" not in text and REDOC_LOGO not in text]
 
 

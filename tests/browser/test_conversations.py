@@ -29,14 +29,14 @@ def server(shared_engine):
 
 @pytest.fixture
 def engine(shared_engine):
-    """The module's engine, with nothing asked yet. What a failed test held goes on after it."""
+    """Yield the module's engine, with nothing asked yet. What a failed test held goes on after it."""
     shared_engine.submits.clear()
     yield shared_engine
     shared_engine.release()
 
 
 def open_tab(page):
-    """Another tab of the same browser, at the same address."""
+    """Return another tab of the same browser, at the same address."""
     tab = page.context.new_page()
     tab.set_default_timeout(30_000)
     tab.goto(page.url)
@@ -59,7 +59,7 @@ def do(page, title, action):
 
 
 def saved(page, press):
-    """The file that an action saves."""
+    """Return the file that an action saves."""
     with page.expect_download() as download:
         press()
     return download.value

@@ -139,7 +139,7 @@ def server(shared_engine):
 
 @pytest.fixture
 def engine(shared_engine):
-    """The module's engine, with nothing asked yet. What a failed test held goes on after it."""
+    """Yield the module's engine, with nothing asked yet. What a failed test held goes on after it."""
     shared_engine.submits.clear()
     yield shared_engine
     shared_engine.release()
@@ -147,7 +147,7 @@ def engine(shared_engine):
 
 @pytest.fixture
 def page(firefox: Firefox, server) -> Iterator[Page]:
-    """The chat page with an empty storage; a script error or a blocked resource fails the test."""
+    """Yield the chat page with an empty storage; a script error or a blocked resource fails the test."""
     firefox.do(0, "new_context")
     page = firefox.new_page()
     page.goto(server.url)
@@ -246,7 +246,7 @@ def test_what_is_exported_is_imported(page: Page, firefox: Firefox, server) -> N
 
 
 def wait_until_files_are_stored(page: Page) -> None:
-    """The chip is shown at once, its file is stored a moment later."""
+    """Wait until the files are stored: the chip is shown at once, its file is stored a moment later."""
     module = "new URL('composer/unsent_files.js', document.querySelector('script[src$=\"chat.js\"]').src)"
     stored = f"import({module}).then(({{ UnsentFiles }}) => new UnsentFiles().get('')).then((files) => files.length)"
     deadline = time.monotonic() + 30

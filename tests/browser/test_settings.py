@@ -16,7 +16,7 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture(scope="module")
 def running(chromium, tmp_path_factory):
-    """One page for all tests, and its engine; a script error on it fails the last of them."""
+    """Yield one page for all tests, and its engine; a script error on it fails the last of them."""
     problems: list[str] = []
     with make_engine(tmp_path_factory.mktemp("engine"), script) as engine:
         engine.info = engine.info.replace(adapters=("pirate",))
@@ -33,7 +33,7 @@ def running(chromium, tmp_path_factory):
 
 @pytest.fixture
 def engine(running):
-    """The engine, as if nothing had been asked yet."""
+    """Yield the engine, as if nothing had been asked yet."""
     engine, answering = running[1], running[1].script
     engine.submits.clear()
     yield engine
@@ -42,7 +42,7 @@ def engine(running):
 
 @pytest.fixture
 def page(running, engine):
-    """A new chat with default settings."""
+    """Return a new chat with default settings."""
     page = running[0]
     page.set_viewport_size({"width": 1280, "height": 800})
     page.keyboard.press("Escape")  # the drawer of the test before

@@ -64,7 +64,7 @@ def fake_hub(repository: str, files: Mapping[str, bytes]) -> Iterator[tuple[str,
 
 
 def blob(data: bytes) -> str:
-    """The id of a file, as git has it."""
+    """Return the id of a file, as git has it."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 

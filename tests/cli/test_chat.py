@@ -26,7 +26,7 @@ def client() -> Iterator[Client]:
 
 
 def talk(client: Client, *lines: str) -> tuple[int, list[str], TerminalChat]:
-    """The exit code, what was printed, and the chat afterwards."""
+    """Return the exit code, what was printed, and the chat afterwards."""
     typed, output = iter(lines), io.StringIO()
     chat = TerminalChat(client, LimitsConfig(), lambda: next(typed, None), output)
     return chat.run(), output.getvalue().splitlines(), chat

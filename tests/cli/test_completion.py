@@ -23,7 +23,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def completed(script: Path, *words: str) -> set[str]:
-    """What bash offers for the last of these words."""
+    """Return what bash offers for the last of these words."""
     line = " ".join(f"'{word}'" for word in ("inferengine", *words))
     setting = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}"
     program = f'source {script}; {setting}; _inferengine; printf "%s\\n" "${{COMPREPLY[@]}}"'

@@ -15,7 +15,7 @@ from inferengine.errors import ConfigError, ExitCode
 
 @pytest.fixture
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a refusal must come before."""
+    """Fail where a cluster is used: a refusal must come before that."""
 
     @contextmanager
     def connect(arguments: Any) -> Iterator[None]:

@@ -17,7 +17,7 @@ COMMIT = "0123456789abcdef"
 
 
 def safetensors(tensors: dict[str, tuple[str, list[int]]], *, cut: int = 0) -> bytes:
-    """A file of zeros in the safetensors layout; `cut` bytes are missing at its end."""
+    """Return a file of zeros in the safetensors layout; `cut` bytes are missing at its end."""
     sizes = {"F32": 4, "BF16": 2}
     header, offset = {}, 0
     for name, (dtype, shape) in tensors.items():
@@ -31,7 +31,7 @@ def safetensors(tensors: dict[str, tuple[str, list[int]]], *, cut: int = 0) -> b
 
 
 def checkpoint(folder: Path) -> Path:
-    """A whole checkpoint of one small tensor."""
+    """Return a whole checkpoint of one small tensor."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "tokenizer.json").write_text("{}")

@@ -90,7 +90,7 @@ def chart_texts(chart: str) -> list[str | None]:
 
 
 def line_points(chart: str, color: str) -> list[tuple[float, float]]:
-    """The points of the line of this color, in pixels."""
+    """Return the points of the line of this color, in pixels."""
     paths = ElementTree.fromstring(chart).iter(f"{SVG}path")
     longest = max(
         (node for node in paths if f"stroke: {color}" in node.attrib["style"]), key=lambda n: len(n.attrib["d"])

@@ -15,7 +15,7 @@ SERVICES = [f"/etc/systemd/system/inferengine-{name}.service" for name in ("engi
 
 
 def written(python: str, *folders: str, search: str = "") -> dict[str, str]:
-    """The text of each file for an interpreter that needs these folders."""
+    """Return the text of each file for an interpreter that needs these folders."""
     found = Install(python, tuple(map(Path, folders)), search)
     return {file.path: file.text for file in units(data_folder(), found)}
 

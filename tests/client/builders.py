@@ -35,7 +35,7 @@ class ScriptedEngine:
         self.session.receive(messages.encode(message), self.now)
 
     def received(self, kind: type) -> list[Any]:
-        """The messages of this kind that the session has sent since the last call."""
+        """Return the messages of this kind that the session has sent since the last call."""
         sent = [messages.decode(frames) for frames in self.session.outgoing]
         self.session.outgoing.clear()
         return [message for message in sent if isinstance(message, kind)]

@@ -15,7 +15,7 @@ from inferengine.sampling_params import SamplingParams
 
 
 async def read(submission: Submission) -> dict[str, object]:
-    """One stream to its end."""
+    """Read one stream to its end."""
     tokens, ends = [], []
     async for delta in submission.streams[0]:
         tokens += delta.token_ids

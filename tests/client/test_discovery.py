@@ -29,7 +29,8 @@ def look_up(*entries: str) -> list[str]:
 
 @contextmanager
 def name_server(records: list[str]) -> Iterator[int]:
-    """A name server on UDP that answers every SRV query with `records`, "PRIORITY WEIGHT PORT TARGET"; its port."""
+    """Yield a name server on UDP that answers every SRV query with `records`, "PRIORITY WEIGHT PORT TARGET"; its
+    port."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
 

@@ -51,7 +51,7 @@ def test_hedges_are_at_most_the_share_of_requests_and_a_burst(share: float) -> N
 
 
 def run(body: Body, count: int = 2) -> None:
-    """`body(pool, engines)` with sessions whose engines are written by hand, and every hedge allowed."""
+    """Run `body(pool, engines)` with sessions whose engines are written by hand, and every hedge allowed."""
 
     async def main() -> None:
         engines = [ScriptedEngine() for _ in range(count)]
@@ -101,7 +101,7 @@ def accept(engine: ScriptedEngine, message: Submit) -> None:
 def hedged_request(
     pool: EnginePool, engines: list[ScriptedEngine]
 ) -> tuple[Submission, ScriptedEngine, ScriptedEngine, Submit, Submit]:
-    """A request that its first engine has accepted, and its second run: both engines, and what each was sent."""
+    """Return a request that its first engine has accepted, and its second run: both engines, and what each was sent."""
     submission = submit(pool)
     home, other, message = home_and_other(engines)
     accept(home, message)
@@ -184,7 +184,7 @@ def test_a_refused_second_run_changes_nothing() -> None:
 def hedged_pair(
     pool: EnginePool, engines: list[ScriptedEngine]
 ) -> tuple[Submission, ScriptedEngine, ScriptedEngine, Submit, Submit]:
-    """As `hedged_request`, with two choices."""
+    """Return the same as `hedged_request`, with two choices."""
     submission = submit(pool, n=2)
     home, other, message = home_and_other(engines)
     accept(home, message)

@@ -32,14 +32,14 @@ def make_balancer(policy: str, num_engines: int, seed: int = 0) -> LoadBalancer:
 
 
 def choose(balancer: LoadBalancer, prompt: Sequence[int] = (), salt: bytes = b"", avoid: Sequence[int] = ()) -> int:
-    """The chosen engine; there is one."""
+    """Return the chosen engine; there is one."""
     choice = balancer.choose(prompt, salt, avoid=avoid)
     assert choice is not None
     return choice.engine
 
 
 def choose_for_prompts(balancer: LoadBalancer, prompts: list[array[int]]) -> list[int]:
-    """Requests that come one after the other; nothing ends, nobody reports."""
+    """Return the engines of requests that come one after the other; nothing ends, nobody reports."""
     chosen: list[int] = []
     for prompt in prompts:
         engine = choose(balancer, prompt)
@@ -205,7 +205,7 @@ def test_an_engine_that_is_away_or_refused_is_not_chosen(policy: str) -> None:
 
 
 def engines_of_session(balancer: LoadBalancer, count: int, *, avoid: Sequence[int] = ()) -> list[int]:
-    """The engines of requests of one session, whose prompts have nothing in common."""
+    """Return the engines of requests of one session, whose prompts have nothing in common."""
     key = session_key("a conversation")
     choices = [balancer.choose(prompt, session=key, avoid=avoid) for prompt in make_prompts(count, length=300)]
     return [choice.engine for choice in choices if choice is not None]

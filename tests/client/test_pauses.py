@@ -27,7 +27,7 @@ STREAMS, MAX_TOKENS = 4, 150
 
 @contextmanager
 def reader_process(address: str) -> Iterator[subprocess.Popen[str]]:
-    """A client that reads; its first line has been read: all its streams have begun."""
+    """Yield a client that reads; its first line has been read: all its streams have begun."""
     command = [sys.executable, "-m", "tests.client.reader_process", address, str(STREAMS), str(MAX_TOKENS)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -46,7 +46,7 @@ def engine() -> Iterator[EngineProcess]:
 
 
 def read(engine: EngineProcess, pause: tuple[str, ...]) -> list[dict[str, object]]:
-    """All streams to their end, with `pause` ("engine", "reader") stopped while they run."""
+    """Read all streams to their end, with `pause` ("engine", "reader") stopped while they run."""
     with reader_process(engine.address) as reader:
         stopped = [{"engine": engine.process.pid, "reader": reader.pid}[name] for name in pause]
         for pid in stopped:

@@ -24,7 +24,7 @@ Body = Callable[[EnginePool, list[EngineProcess]], Awaitable[None]]
 def run_with_engines(
     body: Body, *, count: int = 3, step_s: float = STEP_S, policy: str = "power_of_two", **limits: int
 ) -> None:
-    """`body(pool, engines)` with all engines READY."""
+    """Run `body(pool, engines)` with all engines READY."""
 
     async def main(folder: Path) -> None:
         with engine_processes(folder, count, step_s=step_s, **limits) as engines:
@@ -47,7 +47,7 @@ def submit(pool: EnginePool, max_tokens: int, seed: int = 0, **options: Any) -> 
 
 
 def output_of(max_tokens: int, seed: int) -> list[int]:
-    """The output of the simulated device for the request of `submit`."""
+    """Return the output of the simulated device for the request of `submit`."""
     return [(seed + (8 + place) * 7919) % VOCAB_SIZE for place in range(max_tokens)]
 
 
@@ -62,7 +62,7 @@ async def read_ids(stream: Stream) -> tuple[list[int], list[Finish]]:
 
 
 async def read(stream: Stream) -> tuple[int, list[Finish]]:
-    """As `read_ids`, with the number of tokens."""
+    """Read as `read_ids` does, with the number of tokens."""
     tokens, finishes = await read_ids(stream)
     return len(tokens), finishes
 

@@ -63,7 +63,7 @@ SPEC = GrammarSpec("regex", "thirds")
 
 
 def expected_output(request: Request) -> list[int]:
-    """What the request gives when it runs alone."""
+    """Return what the request gives when it runs alone."""
     tokens = list(request.prompt_ids)
     stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else request.eos_token_ids)
     grammar = ThirdsGrammar() if request.grammar is not None else None
@@ -81,7 +81,7 @@ def expected_output(request: Request) -> list[int]:
 
 
 def expected_embedding(request: Request) -> bytes:
-    """What an embedding request gives, whatever happens to it on the way."""
+    """Return what an embedding request gives, whatever happens to it on the way."""
     checksum = 0
     checksums = [checksum := extend(checksum, token) for token in request.prompt_ids]
     return array("q", checksums if request.pooling == "mean" else checksums[-1:]).tobytes()
@@ -106,7 +106,7 @@ def make_request(
     prediction: tuple[int, ...] | list[int] = (),
     **params: object,
 ) -> Request:
-    """A request; `prompt` is token ids or a length. With `pooling` it asks for an embedding, and draws nothing.
+    """Return a request; `prompt` is token ids or a length. With `pooling` it asks for an embedding, and draws nothing.
     `within`: whose part of the tenant's share it uses."""
     ids = [(uid * 31 + i) % VOCAB_SIZE for i in range(prompt)] if isinstance(prompt, int) else prompt
     return Request(
@@ -166,7 +166,7 @@ class HalfRightProposer:
         return [(t + 1) % VOCAB_SIZE if (done + i) % self.wrong_every == 0 else t for i, t in enumerate(right)]
 
     def forget(self, sequence: Sequence) -> None:
-        """It remembers nothing."""
+        """Do nothing: it remembers nothing."""
 
 
 class Run:

@@ -22,7 +22,8 @@ EMPTY = [(-1, -1)]  # KV that was never written
 
 
 def next_token(tokens: list[int], seed: int = 0, mask: memoryview | None = None) -> int:
-    """The "model": a token from everything before it, and from the request's seed; the next allowed one if masked."""
+    """Return the "model's" next token, from everything before it and from the request's seed; the next allowed one if
+    masked."""
     token = zlib.crc32(array("I", tokens).tobytes(), seed) % VOCAB_SIZE
     while mask is not None and not mask[token // 8] >> token % 8 & 1:
         token = (token + 1) % VOCAB_SIZE
@@ -30,7 +31,7 @@ def next_token(tokens: list[int], seed: int = 0, mask: memoryview | None = None)
 
 
 def extend(checksum: int, token: int) -> int:
-    """The checksum of a context with one token more."""
+    """Return the checksum of a context with one token more."""
     return (checksum * 1_000_003 + token + 1) % 2_147_483_647
 
 
@@ -62,13 +63,13 @@ class MemoryExecutor:
         return self.capacity
 
     def warm_up(self, progress: Progress) -> None:
-        """Nothing to warm."""
+        """Do nothing: there is nothing to warm."""
 
     def flush(self) -> None:
-        """Nothing beyond the blocks."""
+        """Do nothing beyond the blocks."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
     def execute(self, plan: StepPlan) -> _Pending:
         pending = _Pending(self, plan)
@@ -131,7 +132,7 @@ class MemoryExecutor:
         return result if self.leaves_out_logprobs else self._score(plan, result)
 
     def _score(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """The log-probabilities that rows ask for, all of them the same."""
+        """Return the log-probabilities that rows ask for, all of them the same."""
         scored: dict[int, list[TokenLogprobs]] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}
         counts = iter(result.num_emitted or [1] * len(plan.slots))
@@ -144,7 +145,8 @@ class MemoryExecutor:
         return result._replace(logprobs=scored or None, prompt_logprobs=prompts or None)
 
     def _scribble(self, plan: StepPlan) -> None:
-        """What a step leaves that fails at its worst: nothing of use in any block or state that it was to write."""
+        """Write what a step leaves that fails at its worst: nothing of use in any block or state that it was to
+        write."""
         self.states |= dict.fromkeys(plan.slots, (-1, 0))
         size = self.capacity.block_size
         tables = [{slot: dict(entries) for slot, entries in table.items()} for table in self.tables]
@@ -160,7 +162,7 @@ class MemoryExecutor:
                     blocks[table[slot][position // size]][position % size] = EMPTY[0]
 
     def _pool(self, plan: StepPlan) -> dict[int, bytes]:
-        """The "embedding" of a prompt: the checksums at its positions, as the KV of the full group has them."""
+        """Return the "embedding" of a prompt: the checksums at its positions, as the KV of the full group has them."""
         vectors: dict[int, bytes] = {}
         size, blocks = self.capacity.block_size, self.blocks[0]
         for row, mean, ends in plan.pooled:
@@ -178,7 +180,7 @@ class MemoryExecutor:
         return vectors
 
     def _draft(self, slot: int, start: int, count: int) -> None:
-        """A draft model that is right two times out of three."""
+        """Draft tokens that are right two times out of three."""
         for position in range(start + 1, start + 1 + count):
             before = [self.tokens[slot][p] for p in range(position)]
             self.tokens[slot][position] = (next_token(before, self.seeds[slot]) + (sum(before) % 3 == 0)) % VOCAB_SIZE
@@ -209,7 +211,7 @@ class MemoryExecutor:
         self.states[slot] = (position + 1, extend(checksum, token))
 
     def _draw(self, slot: int, length: int, mask: memoryview | None = None) -> int:
-        """The next token, from the KV of every group; a window group must agree on what it can see."""
+        """Return the next token, from the KV of every group; a window group must agree on what it can see."""
         size = self.capacity.block_size
         full: list[int] | None = None
         for group, blocks, table in zip(self.capacity.groups, self.blocks, self.tables, strict=True):
@@ -228,7 +230,7 @@ Memory = list[list[tuple[int, int]]]
 
 
 def _copy(sources: Memory, targets: Memory, copies: BlockCopies) -> None:
-    """All sources are read before any target is written, as a device's gather and scatter would."""
+    """Copy blocks: all sources are read before any target is written, as a device's gather and scatter would."""
     read = [list(sources[source]) for source in copies.sources]
     for target, content in zip(copies.targets, read, strict=True):
         targets[target] = content

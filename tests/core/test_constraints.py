@@ -97,7 +97,7 @@ def test_draft_tokens_that_were_accepted_before_no_token_was_allowed_belong_to_t
     computed = run.executor.run
 
     def fail(plan: StepPlan, words: bytearray | None) -> StepResult:
-        """The draw after output token 5 has none to choose from."""
+        """Fail the draw after output token 5: it has none to choose from."""
         result = computed(plan, words)
         first = plan.starts[0] + 1 - request.num_prompt  # output tokens before those of this step
         if not plan.num_drafts or first > 5 or first + len(result.token_ids) < 7:

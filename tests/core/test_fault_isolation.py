@@ -18,7 +18,7 @@ Fault = Callable[[list[int], StepPlan], bool]  # whether a step with rows of the
 
 
 def inject(run: Run, fault: Fault) -> Run:
-    """The executor raises, naming nobody, wherever `fault` says so; what the step was to write is lost."""
+    """Make the executor raise, naming nobody, wherever `fault` says so; what the step was to write is lost."""
     execute = run.executor.run
 
     def failing(plan: StepPlan, words: bytearray | None) -> StepResult:
@@ -32,7 +32,7 @@ def inject(run: Run, fault: Fault) -> Run:
 
 
 def rows_of(at_fault: set[int], *, beyond: int) -> Fault:
-    """Steps that compute one of these past so many tokens."""
+    """Return a fault in steps that compute one of these past so many tokens."""
     return lambda uids, plan: any(
         uid in at_fault and start + count > beyond
         for uid, start, count in zip(uids, plan.starts, plan.counts, strict=True)

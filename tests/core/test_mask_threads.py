@@ -9,7 +9,7 @@ from inferengine.core.constraints import MaskThreads
 
 
 def clock(step_s: float) -> itertools.count[float]:
-    """Times that are so far apart, whatever happens between."""
+    """Return times that are so far apart, whatever happens between."""
     return itertools.count(0.0, step_s)
 
 

@@ -20,7 +20,7 @@ Wrap = Callable[..., Any]
 
 
 def as_if_last(function: Wrap) -> Wrap:
-    """The method takes a sequence for one that needs no more than its last token's state."""
+    """Make the method take a sequence for one that needs no more than its last token's state."""
 
     def mutated(self: Any, sequence: Any) -> Any:
         request = sequence.request

@@ -12,7 +12,7 @@ from tests.core.builders import VOCAB_SIZE, Run, expected_output, make_capacity,
 
 
 def sequence_of(tokens: list[int], *, rate: float | None = 0.9, **params: object) -> Sequence:
-    """Its draft tokens so far were accepted at this rate; None: there were none."""
+    """Return a sequence whose draft tokens so far were accepted at this rate; None: there were none."""
     sequence = Sequence(make_request(1, tokens, max_tokens=50, **params))
     sequence.acceptance_rate = rate
     return sequence
@@ -77,7 +77,7 @@ def test_a_copy_that_reaches_the_end_repeats_itself() -> None:
 
 
 def predicting(prediction: list[int], output: list[int], **params: object) -> Sequence:
-    """A sequence of that output so far, whose request predicts it to be `prediction`."""
+    """Return a sequence of that output so far, whose request predicts it to be `prediction`."""
     sequence = Sequence(make_request(1, [90, 91], max_tokens=50, prediction=prediction, **params))
     sequence.tokens += output
     return sequence

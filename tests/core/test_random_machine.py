@@ -33,7 +33,8 @@ CHUNKS = [[(which * 31 + i * 7) % 97 for i in range(4)] for which in range(3)]  
 
 
 def make_run(draw_int, choice, *, has_states: bool = False) -> Run:  # type: ignore[no-untyped-def]
-    """A run under drawn options; `draw_int(low, high)` and `choice(list)` come from hypothesis or from a seed."""
+    """Return a run under drawn options; `draw_int(low, high)` and `choice(list)` come from hypothesis or from a
+    seed."""
     window = choice([None, None, 6])
     proposer = choice([None, None, HalfRightProposer(wrong_every=3), HalfRightProposer(on_device=True)])
     capacity = make_capacity(
@@ -197,7 +198,7 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 
 
 def walk(draw: random.Random, min_steps: int, *, has_states: bool = False) -> None:
-    """A seeded history of at least so many steps; the options are redrawn every few hundred."""
+    """Run a seeded history of at least so many steps; the options are redrawn every few hundred."""
     steps = 0
     while steps < min_steps:
         model = Model(make_run(draw.randint, draw.choice, has_states=has_states))

@@ -21,12 +21,12 @@ OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])
 
 
 def cut(request: Request, num_tokens: int) -> Request:
-    """The same request with the first tokens of its output."""
+    """Return the same request with the first tokens of its output."""
     return replace(request, emitted_ids=array("I", expected_output(request)[:num_tokens]))
 
 
 def next_trial(run: Run, *requests: Request) -> Run:
-    """As the engine's loop takes them."""
+    """Take the next trial as the engine's loop does."""
     for request in requests:
         run.outputs[request.uid] = list(request.emitted_ids)
         run.core.submit(request)

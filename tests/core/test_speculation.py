@@ -101,7 +101,7 @@ def test_a_request_ends_with_the_count_of_its_draft_tokens() -> None:
 def make_control(
     plain_s: float = 1.0, fixed_s: float = 0.0, slope_s: float = 0.1, num_rows: int = 1
 ) -> SpeculationController:
-    """One that has seen steps of this cost."""
+    """Return a controller that has seen steps of this cost."""
     control = SpeculationController(max_drafts=8, max_running=64)
     control.cost.observe(num_rows, 0, plain_s)
     for num_draft_tokens in (1, 4, 8, 2, 6) * 4:
@@ -117,7 +117,7 @@ def make_sequences(*rates: float) -> list[Sequence]:
 
 
 def chosen(control: SpeculationController, *rates: float) -> list[int]:
-    """How many of 8 offered draft tokens each sequence gets, all in one step."""
+    """Return how many of 8 offered draft tokens each sequence gets, all in one step."""
     sequences = make_sequences(*rates)
     control.begin(len(sequences))
     lengths = control.choose(dict.fromkeys(sequences, 8), len(sequences), on_device=False)

@@ -57,7 +57,7 @@ class FixedProposer:
         return [TOKEN] * min(max_tokens, self.length)
 
     def forget(self, sequence: Sequence) -> None:
-        """It remembers nothing."""
+        """Do nothing: it remembers nothing."""
 
 
 def ends(
@@ -68,7 +68,7 @@ def ends(
     is_right: bool = False,
     rounds: int = 1,
 ) -> list[float]:
-    """When each round of two requests at once, of 250 tokens each, is over."""
+    """Return when each round of two requests at once, of 250 tokens each, is over."""
     device, capacity = Timed(max_in_flight, draft_s, is_right=is_right), make_capacity(400)
     options = SchedulerOptions(64, capacity.max_num_seqs, max_drafts=4 if proposer else 0)
     core = EngineCore(device, capacity, options, clock=lambda: device.now, proposer=proposer)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ def make_plan(
     draws: bool = True,
     drafts: list[int] | None = None,
 ) -> StepPlan:
-    """`decodes` by position, `chunks` by (start, count)."""
+    """Make a plan of `decodes` by position and `chunks` by (start, count)."""
     starts, counts = [*decodes, *(start for start, _ in chunks)], [1] * len(decodes) + [count for _, count in chunks]
     return StepPlan(
         step=0,

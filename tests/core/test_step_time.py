@@ -27,7 +27,7 @@ RULE = StallRule(factor=20.0, min_s=2.0, new_kind_s=10.0)
 def make_step(
     rows: list[tuple[int, int]], *, params: SamplingParams | None = None, adapter: int = 0, **changes: object
 ) -> ScheduledStep:
-    """A step with a row for each (start, count), decodes first."""
+    """Return a step with a row for each (start, count), decodes first."""
     greedy = params or SamplingParams(temperature=0.0)
     sequences = [
         Sequence(Request(uid, [1] * (start + count), greedy, max_tokens=8, adapter=adapter))

@@ -37,7 +37,7 @@ def steps_to_first_token(run: Run, request: Request) -> int:
 
 
 def plans_of(run: Run) -> list[tuple[Any, ...]]:
-    """Records what every step computes; the list grows as the run goes on."""
+    """Return a record of what every step computes; the list grows as the run goes on."""
     plans: list[tuple[Any, ...]] = []
     original = run.executor.execute
 

@@ -12,7 +12,7 @@ from tests.e2e.service import Service
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """The embedded model, served; do not kill its parts."""
+    """Yield the embedded model, served; do not kill its parts."""
     running = Service(tmp_path_factory.mktemp("service"))
     try:
         yield running.wait_ready()
@@ -22,7 +22,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def mended_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service whose parts may be killed: it starts them again, and the test waits until it serves."""
+    """Yield a service whose parts may be killed: it starts them again, and the test waits until it serves."""
     running = Service(tmp_path_factory.mktemp("mended"))
     try:
         yield running.wait_ready()
@@ -32,7 +32,7 @@ def mended_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service
 
 @pytest.fixture
 def own_service(tmp_path: Path) -> Iterator[Service]:
-    """A service that this test may end."""
+    """Yield a service that this test may end."""
     running = Service(tmp_path / "own")
     try:
         yield running.wait_ready()

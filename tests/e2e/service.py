@@ -43,7 +43,7 @@ class Service:
             )
 
     def wait_ready(self) -> Service:
-        """Until the banner is there."""
+        """Wait until the banner is there."""
         self.wait_for(lambda: "Ready after" in self.log() and "curl" in self.log(), START_TIMEOUT_S)
         return self
 
@@ -74,25 +74,25 @@ class Service:
             return client.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 8, **fields})
 
     def child(self, name: str) -> int:
-        """The process id of the child that runs this command now."""
+        """Return the process id of the child that runs this command now."""
         for pid in self.children():
             if name.encode() in (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0"):
                 return pid
         raise LookupError(f"no child {name}")
 
     def children(self) -> list[int]:
-        """The process ids of all children."""
+        """Return the process ids of all children."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [int(pid) for pid in path.read_text().split()]
 
     def kill(self, name: str) -> int:
-        """SIGKILL one child; returns its process id."""
+        """Kill one child with SIGKILL, and return its process id."""
         pid = self.child(name)
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-        """Until the condition holds; an AssertionError with the service's log when it does not come true."""
+        """Wait until the condition holds; an AssertionError with the service's log when it does not come true."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the service ended with {self.process.returncode}:\n{self.log()}"
@@ -100,7 +100,7 @@ class Service:
             time.sleep(0.05)
 
     def wait_serving(self) -> None:
-        """Until a request is answered again."""
+        """Wait until a request is answered again."""
 
         def serves() -> bool:
             try:
@@ -111,7 +111,7 @@ class Service:
         self.wait_for(serves)
 
     def wait_idle(self) -> dict[str, Any]:
-        """Until nothing runs or waits and no KV block is held; the figures then."""
+        """Wait until nothing runs or waits and no KV block is held, and return the statistics then."""
 
         def idle() -> bool:
             figures = self.stats()
@@ -121,7 +121,7 @@ class Service:
         return self.stats()
 
     def stop(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM, and return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -138,6 +138,6 @@ class Service:
 
 
 def events(text: str) -> list[Any]:
-    """The data of each Server-Sent Event: decoded JSON, or the text `[DONE]`."""
+    """Return the data of each Server-Sent Event: decoded JSON, or the text `[DONE]`."""
     lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]

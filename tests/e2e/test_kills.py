@@ -26,7 +26,7 @@ RESUMED = re.compile(r"^inferengine_resumed_requests_total(?:\{.*\})? ([\d.e+]+)
 
 
 def mixed(generator: random.Random) -> list[Case]:
-    """Some of every transport, with every feature about once."""
+    """Return some cases of every transport, with every feature about once."""
     asked = cases(generator)
     unseeded = [case for case in asked if "unseeded" in case.name]
     chosen = unseeded + generator.sample([case for case in asked if case not in unseeded], NUM_STREAMS - len(unseeded))

@@ -26,7 +26,7 @@ def source(skill: Skill, split: Split) -> tuple[Random, list[Exchange]]:
 
 
 def drawn(skill: Skill, split: Split, count: int) -> list[Exchange]:
-    """The first of a skill's exchanges: drawn once, however many tests look at them."""
+    """Return the first of a skill's exchanges: drawn once, however many tests look at them."""
     random, exchanges = source(skill, split)
     exchanges.extend(skill(random, split) for _ in range(count - len(exchanges)))
     return exchanges[:count]

@@ -10,7 +10,7 @@ from scripts.embedded.packing import PADDING_ID, ROW_LENGTH, pack
 
 
 def documents(*lengths: int) -> list[tuple[list[int], list[int]]]:
-    """Documents told apart by their token, learned but for the first token."""
+    """Return documents told apart by their token, learned but for the first token."""
     return [([10 + index] * length, [0] + [1] * (length - 1)) for index, length in enumerate(lengths)]
 
 

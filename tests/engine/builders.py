@@ -86,7 +86,7 @@ class HeldExecutor(SimulatedExecutor):
 
 @contextmanager
 def run_held(capacity: Capacity | None = None, **sections: Any) -> Iterator[tuple[EngineService, HeldExecutor]]:
-    """As `run_service`, with a HeldExecutor."""
+    """Run a service as `run_service` does, with a HeldExecutor."""
     device = HeldExecutor(capacity)
     with run_service(lambda: device, **sections) as service:
         try:
@@ -104,7 +104,7 @@ def run_service(
     tracing: Tracing | None = None,
     **sections: Any,
 ) -> Iterator[EngineService]:
-    """A started engine, READY. It is aborted at the end, and must have kept its books in order."""
+    """Yield a started engine, READY. It is aborted at the end, and must have given everything back."""
     with tempfile.TemporaryDirectory(prefix="ie-") as folder:
         config = make_config(folder, **sections)
         make = build or (lambda: SimulatedExecutor(small_capacity(), step_s=step_s))
@@ -144,7 +144,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def check_idle(service: EngineService) -> None:
-    """Everything has been given back."""
+    """Check that everything has been given back."""
     core = service.core
     assert core is not None
     wait_until(lambda: not core.has_work and not service.io.publisher.num_open)
@@ -188,7 +188,7 @@ class RawClient:
         self.socket.send_multipart(frames)
 
     def receive(self, timeout_s: float = 5.0) -> Message | None:
-        """The next message, or None when none comes."""
+        """Return the next message, or None when none comes."""
         if self.pending:
             return self.pending.pop(0)
         if not self.socket.poll(int(timeout_s * 1e3)):
@@ -199,7 +199,7 @@ class RawClient:
         return message
 
     def expect(self, kind: type, timeout_s: float = 60.0) -> Any:
-        """The next message of this kind; others that come before are put aside."""
+        """Return the next message of this kind; others that come before are put aside."""
         aside: list[Message] = []
         end = time.monotonic() + timeout_s
         while (message := self.receive(max(0.0, end - time.monotonic()))) is not None:

@@ -20,7 +20,7 @@ def engine() -> Iterator[EngineService]:
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """`connect(service, **hello)` gives a greeted client."""
+    """Yield `connect(service, **hello)`, which returns a greeted client."""
     clients: list[RawClient] = []
 
     def make(service: EngineService, **arguments: object) -> RawClient:

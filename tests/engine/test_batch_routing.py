@@ -53,7 +53,7 @@ def make_connection(post: Post, name: bytes = b"p", window: int = 64) -> Connect
 
 
 def make_logs(connections: list[Connection], uids: range) -> list[OutputLog]:
-    """One log for each uid, read by the connections in turn."""
+    """Return one log for each uid, read by the connections in turn."""
     logs = []
     for uid in uids:
         log = OutputLog(uid, SubmittedRequest(bytes(16), SamplingParams()), 0, 0.0)
@@ -212,7 +212,7 @@ class World:
         self.routing += 1
 
     def read(self, uid: int) -> None:
-        """Another reader, from any place on; the same connection may read a log twice."""
+        """Add another reader, from any place on; the same connection may read a log twice."""
         connection = self.random.choice(self.connections)
         cursor = self.random.randint(0, len(self.expected[uid]))
         self.publisher.subscribe(connection, self.submissions[uid], self.next_stream, (cursor,), "tokens")
@@ -220,7 +220,7 @@ class World:
         self.next_stream += 1
 
     def turn(self, *, draw: bool = True) -> None:
-        """A step: everybody who draws gets a token, now and then more; a few end with it."""
+        """Publish a step: all who draw get a token, now and then more; a few end with it."""
         self.step += 1
         drafts = self.random.random() < 0.1
         uids = [uid for uid in self.drawing for _ in range(self.random.randint(1, 3) if drafts else 1)] if draw else []
@@ -235,7 +235,7 @@ class World:
         self.routing += drafts or bool(ended)
 
     def draw_alone(self) -> None:
-        """A step of one sequence, whose layout is the same each time: a relay's."""
+        """Publish a step of one sequence, whose layout is the same each time: a relay's."""
         if not self.drawing:
             return
         self.step += 1
@@ -245,7 +245,7 @@ class World:
         self.routing += 1
 
     def shuffle(self) -> None:
-        """Somebody gives way, or comes back at the end."""
+        """Preempt a sequence, or let one come back at the end."""
         if self.drawing and self.random.random() < 0.5:
             self.paused.append(self.drawing.pop(self.random.randrange(len(self.drawing))))
         elif self.paused:

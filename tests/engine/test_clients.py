@@ -25,7 +25,7 @@ PARAMS = SamplingParams(max_tokens=40, seed=5)
 
 @pytest.fixture
 def relayed() -> Iterator[tuple[EngineService, Relay]]:
-    """An engine whose TCP address is reached through a relay."""
+    """Yield an engine whose TCP address is reached through a relay."""
     port = free_port()
     with run_service(step_s=0.004, wire={"tcp": f"tcp://127.0.0.1:{port}", "heartbeat_s": 1.0}) as service:
         relay = Relay(port)

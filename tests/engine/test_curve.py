@@ -45,7 +45,7 @@ def server(folder: Path) -> dict[str, Any]:
 
 
 def answers(address: str, curve: ClientKeys | None) -> bool:
-    """Whether a client with these keys is served."""
+    """Return whether a client with these keys is served."""
     client = Client(address, curve=curve)
     try:
         client.connect(5.0 if curve == ClientKeys(FRIEND, ENGINE.public) else REFUSED_S)

@@ -60,7 +60,7 @@ def raw_of(service: EngineService, **hello: Any) -> Iterator[Connection]:
 
 
 def read(raw: RawClient, stream: int) -> tuple[Any, bytes | None]:
-    """The terminal row of a stream, and the vector that came with it."""
+    """Return the terminal row of a stream, and the vector that came with it."""
     while True:
         step = raw.expect(Step)
         vector = dict(step.embeddings).get(stream)

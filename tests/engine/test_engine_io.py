@@ -40,7 +40,7 @@ def wire(tmp_path: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def held(wire: Running) -> Iterator[Callable[[], None]]:
-    """A thread that is in the middle of something, until what this gives is called."""
+    """Keep a thread in the middle of something until what this yields is called."""
     begun, over = threading.Event(), threading.Event()
 
     def hold() -> None:

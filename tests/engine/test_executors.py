@@ -29,7 +29,7 @@ def build(config):
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str) -> None:
-    """A distribution with an executor of this name, as pip would leave it."""
+    """Install a distribution with an executor of this name, as pip would leave it."""
     info = folder / f"{name}_executor-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-executor\nVersion: 1.0\n")
@@ -40,13 +40,13 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: st
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A distribution with an executor named tiny."""
+    """Install a distribution with an executor named tiny."""
     install(tmp_path, monkeypatch, "tiny", MODULE)
 
 
 @pytest.fixture
 def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The executor of docs/executor.md, named echo."""
+    """Install the executor of docs/executor.md, named echo."""
     page = (ROOT / "docs/executor.md").read_text(encoding="utf-8")
     (module,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "def build(config)" in block]
     install(tmp_path, monkeypatch, "echo", module)
@@ -54,7 +54,7 @@ def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def echo(**sections: Any) -> Iterator[tuple[EngineService, RawClient]]:
-    """An engine with the embedded model's files and the documented executor, and a client."""
+    """Yield an engine with the embedded model's files and the documented executor, and a client."""
     sections["engine"] = {"executor": "echo"}
     config = Config().with_values(**sections)
     card = read_model_card(config)

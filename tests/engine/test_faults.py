@@ -287,7 +287,7 @@ def start_service(address: str, step_s: float = 0.0) -> EngineService:
 
 
 def crash(service: EngineService) -> None:
-    """Gone without a word to anybody, as after SIGKILL."""
+    """End without a word to anybody, as after SIGKILL."""
     service.io.connections.by_routing_id.clear()
     service.io.publisher.submissions.clear()
     end(service)

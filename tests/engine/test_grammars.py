@@ -23,7 +23,7 @@ SCHEMA["additionalProperties"] = False
 
 @pytest.fixture
 def shutdown(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
-    """An engine whose model has an end-of-text token."""
+    """Yield an engine whose model has an end-of-text token."""
     card = make_card()
     card = type(card)(card.name, card.folder, card.files, card.fingerprint, (1,))
     with run_service(lambda: SimulatedExecutor(small_capacity()), card=card) as service:

@@ -12,7 +12,7 @@ from inferengine.config.environment import keep_compiled_kernels
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of its own, and nothing that names another place."""
+    """Return a home of its own, and nothing that names another place."""
     for name in ("TRITON_CACHE_DIR", "TRITON_HOME", "CACHE_DIRECTORY", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -40,7 +40,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 def replayed(
     context: zmq.Context[zmq.Socket[bytes]], engine: EngineService, start: int, topic: bytes = b"kv@engine@simulated"
 ) -> list[tuple[int, Any]]:
-    """Batches from `start` on, as a router asks for them."""
+    """Return batches from `start` on, as a router asks for them."""
     events = engine.config.cache.events_address
     address = sockets.replay_address_of_events(events) if events else sockets.replay_address(address_of(engine))
     with context.socket(zmq.DEALER) as asker:
@@ -183,8 +183,9 @@ class Batch(msgspec.Struct, array_like=True):
 
 
 def read_as_llm_d(topic: str, payload: bytes) -> tuple[str, str, list[list[Any]]]:
-    """Pod, model and events as llm-d's router takes them (llm-d-router pkg/kvevents/engineadapter): the topic has
-    three parts, a map becomes the list of its fields in order, and each field must have the type that it expects."""
+    """Return pod, model and events as llm-d's router takes them (llm-d-router pkg/kvevents/engineadapter): the topic
+    has three parts, a map becomes the list of its fields in order, and each field must have the type that it
+    expects."""
     _, pod, model = topic.split("@")
     orders = {
         "BlockStored": [

@@ -38,7 +38,7 @@ def descriptors() -> int:
 
 
 def leave_forgotten(address: str, pairs: int = PAIRS) -> None:
-    """Pairs of connections under one routing id each, of which the first goes on sending; then all are closed."""
+    """Make pairs of connections under one routing id each, of which the first goes on sending; then all are closed."""
     raws = []
     for number in range(pairs):
         first = RawClient(address, routing_id=b"twin%d" % number)
@@ -157,7 +157,7 @@ class FakeEndpoint:
         self._listener.listen()
 
     def accept(self) -> tuple[socket.socket, socket.socket]:
-        """The client's end and ours."""
+        """Return the client's end and ours."""
         client = socket.socket(socket.AF_UNIX)
         client.connect(self._path)
         ours, _ = self._listener.accept()
@@ -191,7 +191,7 @@ def give_number_to_a_closed_pipe(ours: socket.socket) -> int:
 
 
 def give_number_to_another_socket(ours: socket.socket) -> int:
-    """The same, with a socket of something else."""
+    """Give the number to a socket of something else."""
     number = ours.detach()
     one, other = socket.socketpair()
     os.dup2(one.fileno(), number)

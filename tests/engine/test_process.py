@@ -27,7 +27,7 @@ SMALL = ["--cache.num_blocks", "64", "--engine.threads", "1"]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of three small layers, with a tokenizer."""
+    """Return a random Llama of three small layers, with a tokenizer."""
     checkpoints = pytest.importorskip("tests.models.checkpoints")
     folder = tmp_path_factory.mktemp("tiny")
     checkpoints.make_model("llama").save_pretrained(folder)
@@ -209,7 +209,7 @@ def test_a_folder_without_a_model_is_told_in_a_second_and_one_line(launch: Launc
 
 
 def idle_share(pid: int, seconds: float) -> float:
-    """CPU time of a process over wall time."""
+    """Return the CPU time of a process over wall time."""
     before = cpu_s(pid)
     time.sleep(seconds)
     return (cpu_s(pid) - before) / seconds

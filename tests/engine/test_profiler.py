@@ -90,7 +90,7 @@ def run_some(client: Client, max_tokens: int = 30) -> list[int]:
 
 
 def ask(client: Client, **arguments: Any) -> list[Any]:
-    """Asks for a profile in a thread; the answer, or the error, comes into the list."""
+    """Ask for a profile in a thread; the answer, or the error, comes into the list."""
     answers: list[Any] = []
 
     def wait() -> None:

@@ -71,7 +71,7 @@ def submit(raw: RawClient, stream: int, index: int) -> None:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[int, list[int]]:
-    """Outputs of each prompt by itself, filled by the first test that needs them and shared by all sizes."""
+    """Return outputs of each prompt by itself, filled by the first test that needs them and shared by all sizes."""
     return {}
 
 

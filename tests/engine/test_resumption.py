@@ -26,13 +26,13 @@ EOS = 1
 
 @pytest.fixture
 def shutdown() -> Iterator[EngineService]:
-    """An engine whose model has an end-of-text token."""
+    """Yield an engine whose model has an end-of-text token."""
     with run_service(card=replace(make_card(), eos_token_ids=(EOS,))) as service:
         yield service
 
 
 def whole(client: RawClient, stream: int, count: int = 1, **fields: object) -> list[list[int]]:
-    """The undisturbed output of each choice."""
+    """Return the undisturbed output of each choice."""
     client.submit(stream, **fields)  # type: ignore[arg-type]
     collected = client.collect(set(range(stream, stream + count)))
     return [collected.tokens[stream + choice] for choice in range(count)]

@@ -449,7 +449,7 @@ class TestSupervision:
         assert b"WATCHDOG" in heard
 
     def heard_while_stuck(self, tmp_path: Path, *, in_step: bool) -> bytes:
-        """What a supervisor hears of an engine whose loop hangs, in a step or outside of any."""
+        """Return what a supervisor hears of an engine whose loop hangs, in a step or outside of any."""
         stuck, released = threading.Event(), threading.Event()
 
         def hang(*_: object) -> None:

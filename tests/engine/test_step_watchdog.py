@@ -48,7 +48,7 @@ class Bench:
         )
 
     def finish(self, step: ScheduledStep, seconds: float) -> None:
-        """A step of this kind is done, and the watch has seen it."""
+        """Finish a step of this kind, which the watch sees."""
         self.core.finished[step.plan.num_decodes == len(step.rows)] = step, seconds
         self.core.under_way = None
         self.look()
@@ -58,7 +58,7 @@ class Bench:
         return self.watch.look(self.now)
 
     def seconds_to_alarm(self, most_s: float) -> float:
-        """How long the step now under way must go on until it is called a stall."""
+        """Return how long the step now under way must go on until it is called a stall."""
         begin = self.now
         while self.now - begin < most_s:
             if self.look():

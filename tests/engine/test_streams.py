@@ -30,14 +30,14 @@ ID = bytes(range(16))
 
 
 def expected_tokens(engine: EngineService, connect: Connect, num_tokens: int, prompt: list[int]) -> list[int]:
-    """What the same seeded request gives to a client that reads at once."""
+    """Return what the same seeded request gives to a client that reads at once."""
     raw = connect(engine)
     raw.submit(1, max_tokens=num_tokens, prompt=prompt, params={"seed": 3})
     return raw.collect({1}).tokens[1]
 
 
 def num_kept_objects() -> int:
-    """What the engines of this process hold for requests, and what only a search for garbage would free."""
+    """Return what the engines of this process hold for requests, and what only a search for garbage would free."""
     return sum(
         isinstance(each, SubmittedRequest | OutputLog | BatchRouting | Subscription) for each in gc.get_objects()
     )

@@ -249,7 +249,7 @@ def test_cancelling_while_it_is_tokenized_is_answered_once(engine: EngineService
 
 @contextmanager
 def tokenizing_for_ever(engine: EngineService) -> Iterator[None]:
-    """Whatever text comes meanwhile, it is being tokenized until the end."""
+    """Let the tokenizing of any text go on until the end of the context."""
     over = threading.Event()
 
     def encode(text: str | None, messages: object, most: int) -> list[int]:

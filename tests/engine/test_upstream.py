@@ -67,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def handle(self) -> None:
         self.server.connections.add(self)
@@ -128,20 +128,20 @@ def refuses(status: int, **error: str) -> Callable[[Handler], None]:
 
 
 def dies(handler: Handler) -> None:
-    """One word, and the connection is gone without an end."""
+    """Send one word, and drop the connection without an end."""
     handler.begin()
     handler.event("half")
 
 
 def refuses_in_the_stream(handler: Handler) -> None:
-    """As vLLM 0.32 does for a grammar that it cannot compile, and for other fields that it reads late."""
+    """Refuse as vLLM 0.32 does for a grammar that it cannot compile, and for other fields that it reads late."""
     handler.begin()
     handler.say({"error": {"message": "because", "type": "BadRequestError", "param": None, "code": 400}})
     handler.wfile.write(b"data: [DONE]\n\n")
 
 
 def ends_without_a_mark(handler: Handler) -> None:
-    """As `transformers serve` 5.23 does: no [DONE], and fields that say nothing are left out."""
+    """End as `transformers serve` 5.23 does: no [DONE], and fields that say nothing are left out."""
     handler.begin()
     for word in ("one", " two"):
         handler.say({"choices": [{"index": 0, "text": word}]})
@@ -149,7 +149,7 @@ def ends_without_a_mark(handler: Handler) -> None:
 
 
 def talks_on(handler: Handler) -> None:
-    """Words until the client leaves."""
+    """Send words until the client leaves."""
     handler.begin()
     try:
         while True:
@@ -161,7 +161,7 @@ def talks_on(handler: Handler) -> None:
 
 @contextmanager
 def relay(*urls: str, **sections: Any) -> Iterator[EngineService]:
-    """An engine in front of these upstreams."""
+    """Yield an engine in front of these upstreams."""
     upstream = {"url": ",".join(urls), "wait_s": 0.2, **sections.pop("upstream", {})}
     sections.setdefault("model", {}).setdefault("max_model_len", 512)
     config = Config().with_values(upstream=upstream, **sections)
@@ -186,7 +186,7 @@ def submit(client: RawClient, stream: int, **fields: Any) -> None:
 
 
 def ask(service: EngineService, **fields: Any) -> Any:
-    """The end of one request: its tokens' text, and its terminal row or its REJECT."""
+    """Run a request, and return its end: its tokens' text, and its terminal row or its REJECT."""
     with client_of(service) as client:
         submit(client, 1, **{"max_tokens": 64, **fields})
         found = client.collect({1})
@@ -196,7 +196,7 @@ def ask(service: EngineService, **fields: Any) -> Any:
 
 @contextmanager
 def front_of(service: EngineService) -> Iterator[httpx.Client]:
-    """A front end of this engine, and a client of it."""
+    """Yield a front end of this engine, and a client of it."""
     front = FrontEnd(Config().with_values(wire={"socket": address_of(service)}))
     try:
         with httpx.Client(base_url=front.url, timeout=20.0) as http:
@@ -208,7 +208,7 @@ def front_of(service: EngineService) -> Iterator[httpx.Client]:
 
 @contextmanager
 def chain(**sections: Any) -> Iterator[tuple[House, EngineService, httpx.Client]]:
-    """A scripted engine, our front end as the upstream, the relaying engine, and a front end of its own."""
+    """Yield a scripted engine, our front end as the upstream, the relaying engine, and a front end of its own."""
     with house() as upstream, relay(upstream.front.url, **sections) as service, front_of(service) as http:
         yield upstream, service, http
 
@@ -300,7 +300,7 @@ def test_refusals_of_the_upstream_have_our_codes(status: int, code: str) -> None
 
 
 def is_busy(handler: Handler) -> None:
-    """503 with a wait."""
+    """Answer 503 with a wait."""
     handler.send_response(503)
     handler.send_header("Retry-After", "7")
     handler.send_header("Content-Length", "0")

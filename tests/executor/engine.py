@@ -105,13 +105,13 @@ class Engine:
         return self._uid
 
     def run(self) -> Engine:
-        """Until everything has ended."""
+        """Run until everything has ended."""
         while self.core.has_work:
             self.step()
         return self
 
     def step(self) -> None:
-        """One step; the scheduler's invariants hold after it."""
+        """Run one step; the scheduler's invariants hold after it."""
         output = self.core.step()
         if output is not None:
             for uid, token in zip(output.uids, output.token_ids, strict=True):

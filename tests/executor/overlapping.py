@@ -37,7 +37,7 @@ class JobResult(NamedTuple):
 
 
 def make_jobs(llm: LLM, count: int, seed: int) -> list[Job]:
-    """Half of them greedy and free; the others sampled, under a grammar, or with penalties."""
+    """Return jobs, half of them greedy and free; the others sampled, under a grammar, or with penalties."""
     draw = random.Random(seed)
     return [_job(llm, draw) for _ in range(count)]
 
@@ -93,7 +93,7 @@ class RequestDriver:
         return self._uid
 
     def step(self) -> list[int]:
-        """Returns the uids of the requests that ended. None of them may fail."""
+        """Run a step. Returns the uids of the requests that ended; none of them may fail."""
         news = self.llm.core.step()
         if news is None:
             return []
@@ -127,7 +127,7 @@ def draft_at_random(llm: LLM, seed: int) -> None:
 
 
 def differs(found: JobResult, expected: JobResult, *, whole: bool = True) -> bool:
-    """Whether a result differs from the expected one. Not `whole`: it may be cut short."""
+    """Return whether a result differs from the expected one. Not `whole`: it may be cut short."""
     count = len(found.tokens)
     if found.tokens != expected.tokens[:count] or (whole and count != len(expected.tokens)):
         return True

@@ -44,7 +44,8 @@ def compute_loop(model, prompt: list[int], words: list[list[int]], length: int) 
 
 
 def words_of(output: list[int], prompt: list[int]) -> list[list[list[int]]]:
-    """Sets of words that the free output contains: single tokens, pairs, long ones, and what the prompt ends with."""
+    """Return sets of words that the free output contains: single tokens, pairs, long ones, and what the prompt ends
+    with."""
     return [
         [[output[0]]],
         [[output[3]], [output[7]]],

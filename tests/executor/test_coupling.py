@@ -13,13 +13,13 @@ CHI_SQUARE_11 = 31.26  # exceeded by one in a thousand, with 11 degrees of freed
 
 
 def draws_of(logits: torch.Tensor) -> torch.Tensor:
-    """One draw for each of many seeds, at the same position: as `sample` makes it."""
+    """Draw once for each of many seeds, at the same position: as `sample` makes it."""
     seeds, positions = torch.arange(DRAWS), torch.full((DRAWS,), 7)
     return (logits + gumbel(seeds, positions, VOCAB)).argmax(-1)
 
 
 def pair(difference: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a target, and of a draft that differs from it so much."""
+    """Return the logits of a target, and of a draft that differs from it so much."""
     generator = torch.Generator().manual_seed(3)
     target = torch.randn(VOCAB, generator=generator)
     return target, target + difference * torch.randn(VOCAB, generator=generator)

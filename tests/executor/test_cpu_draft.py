@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """By its clock drafting costs nothing: there are always draft tokens."""
+    """Yield an LLM for whose clock drafting costs nothing: there are always draft tokens."""
     sizes = {"cache": {"num_blocks": 128}, "engine": {"device": "cpu", "max_num_seqs": 4, "threads": 1}}
     with LLM(**sizes, speculation={"method": "draft", "max_drafts": 3}) as llm:
         llm.core._clock = lambda: 0.0
@@ -27,8 +27,8 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture
 def gaps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How far each draft token is below the best logit when its sequence is computed again as a prompt. This is done
-    after every second call, so that calls continue from either way's keys and values."""
+    """Return how far each draft token is below the best logit when its sequence is computed again as a prompt. This is
+    done after every second call, so that calls continue from either way's keys and values."""
     found: list[float] = []
     draft: Any = llm._executor.draft
     propose, calls = CpuDraftRunner.propose, iter(range(10**6))

@@ -18,7 +18,7 @@ def make_plan(
     blocks: dict[int, int] | None = None,
     swap_in: list[int] | None = None,
 ) -> StepPlan:
-    """A step of one row. `blocks` are new entries of its table, by index."""
+    """Return a step of one row. `blocks` are new entries of its table, by index."""
     blocks = blocks or {}
     return StepPlan(
         step=1,
@@ -39,7 +39,7 @@ def make_progress() -> DraftProgress:
 
 
 def read_first(progress: DraftProgress) -> None:
-    """Slot 0: 10 tokens in blocks 7, 3 and 9, all read, with 3 draft tokens after them."""
+    """Read slot 0 first: 10 tokens in blocks 7, 3 and 9, all read, with 3 draft tokens after them."""
     progress.begin(make_plan(0, 0, 9, admitted=True, blocks={0: 7, 1: 3, 2: 9}))
     progress.begin(make_plan(0, 9, 4))
     assert progress.num_read(0) == 0

@@ -29,7 +29,7 @@ class Driver:
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was begun, in order, on a machine with a driver and a torch for it."""
+    """Return what was begun, in order, on a machine with a driver and a torch for it."""
     found: list[str] = []
     monkeypatch.setattr(early_start, "has_driver", lambda: True)
     monkeypatch.setattr(early_start, "version", lambda name: "2.13.0")

@@ -21,7 +21,7 @@ def prompts_of(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[list[i
 
 @pytest.fixture(scope="module", params=["llama", "qwen2-mixed-window", "qwen3", "gemma3", "gpt2"])
 def checkpoint(request, tmp_path_factory):
-    """(folder, transformers' model)"""
+    """Return (folder, transformers' model)"""
     model = make_model(request.param)
     return save(model, tmp_path_factory.mktemp(request.param)), model
 

@@ -24,7 +24,7 @@ def of_culprit(engine: Engine, slots: torch.Tensor) -> bool:
 
 
 def break_sampler(engine: Engine) -> None:
-    """As the filter did that looked for NaN in an job."""
+    """Break the sampler as the filter did that looked for NaN in a job."""
     sample = engine.executor.ops.sample
 
     def broken(logits: torch.Tensor, slots: Any, rows: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_a_step_that_fails_at_an_admission_leaves_its_rows_their_own_blocks(fold
 
 @contextmanager
 def hiccups(ops: Any, *, every: int) -> Iterator[None]:
-    """One of so many calls of the operations that a step is made of raises."""
+    """Make one of so many calls of the operations of a step raise."""
     left, whole = every, {name: getattr(ops, name) for name in ("sample", "linear", "prepare_attention")}
 
     def hiccup(name: str) -> Any:

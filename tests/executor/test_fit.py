@@ -35,7 +35,8 @@ SMALL = {**LLAMA_70B, "vocab_size": 4096, "hidden_size": 256, "intermediate_size
 
 
 def checkpoint(folder: Path, values: dict[str, object], claimed_bytes: int = 0) -> Path:
-    """A folder with a config.json, the embedded model's tokenizer, and a file with a header and a hole behind it."""
+    """Return a folder with a config.json, the embedded model's tokenizer, and a file with a header and a hole behind
+    it."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -20,7 +20,7 @@ NAMES = ["llama", "gemma3"]  # full attention; sliding windows, too
 
 @pytest.fixture(scope="module", params=NAMES)
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The checkpoint as it is, and with one broken row of its embedding."""
+    """Return the checkpoint as it is, and with one broken row of its embedding."""
     model = make_model(request.param, tie_word_embeddings=False)
     sound = save(model, tmp_path_factory.mktemp("sound"))
     model.get_input_embeddings().weight.data[POISON] = float("nan")
@@ -101,7 +101,7 @@ class Poisoner:
         return [POISON, 11, 12][:max_tokens]
 
     def forget(self, sequence: Sequence) -> None:
-        """It remembers nothing."""
+        """Do nothing: it remembers nothing."""
 
 
 def test_a_rejected_draft_token_that_gives_nan_disturbs_no_request_not_even_its_own(folders):

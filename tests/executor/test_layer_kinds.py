@@ -205,7 +205,7 @@ class FakeGraph:
 
 class FakeStream:
     def wait_stream(self, stream: object) -> None:
-        """There is only one."""
+        """Do nothing: there is only one."""
 
 
 def test_a_captured_step_runs_through_one_layer_of_each_kind_before(

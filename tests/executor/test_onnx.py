@@ -50,7 +50,7 @@ OTHERS = ("gemma2", "olmo2", "cohere", "pythia", "opt", "ministral3")  # of othe
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache folder of these tests' own."""
+    """Yield a cache folder of these tests' own."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -285,7 +285,7 @@ def change_graph(kept: Path) -> None:
 
 
 def forge_graph(kept: Path) -> None:
-    """The manifest agrees with a graph that is none."""
+    """Write a graph that is none, with which the manifest agrees."""
     (kept / "head.onnx").write_bytes(b"\xff" * 64)
     manifest = json.loads((kept / MANIFEST).read_text())
     manifest["files"]["head.onnx"] = {"bytes": 64, "sha256": ""}

@@ -57,7 +57,7 @@ class Rows:
         return self.groups.find(columns_of(plan(slots, [self.starts[slot] for slot in slots], [])))
 
     def members(self, slots: list[int] | None = None) -> dict[tuple[int, ...], int]:
-        """Tokens of the prefix of each group of rows."""
+        """Return the tokens of the prefix of each group of rows."""
         found = self.found(slots)
         if found is None:
             return {}

@@ -47,7 +47,7 @@ def is_gone(pid: int) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm, but for those of front ends, which other tests run at the same time."""
+    """Return the names in /dev/shm, but for those of front ends, which other tests run at the same time."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith(FOLDER_PREFIX)}
 
 

@@ -49,7 +49,7 @@ class WarmRemote(RemoteExecutor):
 
 @contextmanager
 def lent(config: Config) -> Iterator[Config]:
-    """A device of this configuration in a thread; how an engine names it."""
+    """Lend a device of this configuration in a thread, and yield how an engine names it."""
     config = config.with_values(remote={"listen": "127.0.0.1:0"})
     server = ExecutorServer(config, lambda: build_executor(config))
     server.start()
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def remotely() -> Iterator[Callable[..., Engine]]:
-    """Makes engines whose device is lent."""
+    """Yield what makes engines whose device is lent."""
     devices: list[Any] = []
     executors: list[RemoteExecutor] = []
 
@@ -164,7 +164,7 @@ def local_llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module", params=["none", "ngram", "draft"])
 def remote_llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """The class LLM on a device elsewhere, without and with draft tokens; both sides are told the method."""
+    """Yield an LLM on a device elsewhere, without and with draft tokens; both sides are told the method."""
     config = Config().with_values(**EMBEDDED, speculation={"method": request.param, "max_drafts": 3})
     with lent(config) as there, LLM(config=there.with_values(engine={"executor": "remote"})) as llm:
         yield llm

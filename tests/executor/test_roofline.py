@@ -145,7 +145,7 @@ def test_a_loaded_executor_tells_its_roofline() -> None:
 
 
 def tensors_of(folder: Path) -> list[torch.Tensor]:
-    """Of a checkpoint."""
+    """Return the tensors of a checkpoint."""
     return list(load_file(folder / "model.safetensors").values())
 
 

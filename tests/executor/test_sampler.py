@@ -40,7 +40,7 @@ def make_slots(*params: SamplingParams, prompt: list[int] = PROMPT, output: list
 
 
 def draw(slots: Slots, logits: torch.Tensor) -> list[int]:
-    """One draw per slot, for the position after the tokens known."""
+    """Draw once per slot, for the position after the tokens known."""
     rows = torch.arange(slots.num_slots, dtype=torch.int32)
     length = int((slots.tokens[0] != 0).sum())
     positions = torch.full_like(rows, length)

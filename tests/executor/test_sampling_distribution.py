@@ -27,7 +27,7 @@ OUTPUT = [7, 7, 1, 12]
 
 
 def draw_all(params: SamplingParams, logits: np.ndarray = LOGITS) -> np.ndarray:
-    """One token for each of NUM_DRAWS seeds, after the same prompt and output."""
+    """Draw one token for each of NUM_DRAWS seeds, after the same prompt and output."""
     slots = Slots(
         num_slots=NUM_DRAWS,
         max_model_len=16,
@@ -51,7 +51,7 @@ def draw_all(params: SamplingParams, logits: np.ndarray = LOGITS) -> np.ndarray:
 
 
 def target(params: SamplingParams) -> np.ndarray:
-    """The distribution as the documentation defines it, one step after the other, in float64."""
+    """Return the distribution as the documentation defines it, one step after the other, in float64."""
     scores = LOGITS.astype(np.float64)
     for token in set(PROMPT + OUTPUT):
         penalty = params.repetition_penalty
@@ -77,7 +77,7 @@ def target(params: SamplingParams) -> np.ndarray:
 
 
 def quantile(freedom: int) -> float:
-    """The 99.9 % quantile of chi-square (Wilson and Hilferty 1931)."""
+    """Return the 99.9 % quantile of chi-square (Wilson and Hilferty 1931)."""
     z = 3.0902
     return float(freedom * (1 - 2 / (9 * freedom) + z * math.sqrt(2 / (9 * freedom))) ** 3)
 

@@ -69,7 +69,7 @@ def prompts(seed: int = 1, lengths: tuple[int, ...] = (3, 37, 17, 29)) -> list[l
 
 
 def both(folder: Path, pair: Pair, **values: Any) -> tuple[Engine, Engine]:
-    """The same engine on one rank and on two."""
+    """Return the same engine on one rank and on two."""
     return Engine(folder, **values), Engine(folder, build=pair.build, **values)
 
 

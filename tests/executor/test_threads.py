@@ -31,7 +31,7 @@ def make_threads(fixed: int = 0, num_layers: int = 6) -> Threads:
 
 
 def run(threads: Threads, num_steps: int, seconds: dict[int, float], num_tokens: int = 32) -> list[int]:
-    """Steps that take `seconds[number of threads]`. Returns the numbers chosen."""
+    """Run steps that take `seconds[number of threads]`. Returns the numbers chosen."""
     chosen = []
     for _ in range(num_steps):
         threads.prepare(num_tokens)

@@ -12,7 +12,7 @@ DRAINS_S = 3.0
 
 
 def make_report(**fields: Any) -> dict[str, Any]:
-    """What the host of a READY engine says."""
+    """Return what the host of a READY engine says."""
     defaults: dict[str, Any] = {
         "pid": 7,
         "node": "node-a",
@@ -63,7 +63,7 @@ class PretendFleet:
         return len(self.ledger.addresses(self.now))
 
     def lose(self, number: int) -> None:
-        """The engine's process ends, and Ray starts it again."""
+        """Lose the engine's process, which Ray starts again."""
         self.started[number] = self.now
         self.ledger.unavailable(number, self.now)
 

@@ -14,7 +14,7 @@ def make_policy(*, least: int = 1, most: int = 8, queue: float = 4.0, first_toke
 
 
 def after(policy: ScalingPolicy, seconds: float, loads: list[Load], wanted: int) -> int:
-    """What is wanted after so many seconds of this load, asked once a second."""
+    """Return what is wanted after so many seconds of this load, asked once a second."""
     for second in range(int(seconds) + 1):
         wanted = policy.wanted(float(second), loads, wanted)
     return wanted

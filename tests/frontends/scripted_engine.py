@@ -108,7 +108,7 @@ class Output:
         return True
 
     def done(self, stream: int) -> Done:
-        """The terminal row, for a subscriber that calls it `stream`."""
+        """Return the terminal row, for a subscriber that calls it `stream`."""
         assert self.ended is not None
         counts = self.prompt_tokens, self.script.cached_tokens, len(self.token_ids)
         return Done(stream, *self.ended, *counts, *TIMINGS_MS, *self.script.draft_counts)
@@ -129,7 +129,7 @@ class Job:
 
 
 def model_files() -> dict[str, bytes]:
-    """The files of a small model with a chat template."""
+    """Return the files of a small model with a chat template."""
     config = {**json.loads(CONFIG), "chat_template": TEMPLATE}
     return {"tokenizer.json": byte_level().to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
 
@@ -138,7 +138,7 @@ FILES = model_files()
 
 
 def model_info(files: dict[str, bytes] = FILES, **changes: Any) -> ModelInfo:
-    """What the engine announces of the model of these files."""
+    """Return what the engine announces of the model of these files."""
     vocab_size = Tokenizer.from_files(files).vocab_size
     info = ModelInfo("tiny", fingerprint(files), vocab_size, MAX_MODEL_LEN, (EOS,), 16, 4096, "float32")
     info = info.replace(embedding_size=EMBEDDING_SIZE, pooling="last")
@@ -188,7 +188,7 @@ class ScriptedEngine:
         self._forget_everything()
 
     def _forget_everything(self) -> None:
-        """What a new process knows of before: nothing."""
+        """Forget everything, as a new process has."""
         self.epoch = secrets.token_bytes(8)
         self._jobs: dict[bytes, Job] = {}
         self._subscribers: list[Subscriber] = []
@@ -221,7 +221,7 @@ class ScriptedEngine:
         self._forget_everything()
 
     def restart(self) -> None:
-        """As a new process at the same address, which its peers hear of at once."""
+        """Restart as a new process at the same address, which its peers hear of at once."""
 
         def restart() -> None:
             peers = list(self._seqs)
@@ -247,7 +247,8 @@ class ScriptedEngine:
             self.held, self._allowed = True, 0
 
     def release(self, num_steps: int = 10**9) -> None:
-        """So many more steps; they wait for a request that has not come yet. Only a step that gives tokens counts."""
+        """Release so many more steps; they wait for a request that has not come yet. Only a step that gives tokens
+        counts."""
         with self._lock:
             self._allowed += num_steps
 
@@ -258,14 +259,14 @@ class ScriptedEngine:
             return sum(output.ended is None for job in self._jobs.values() for output in job.outputs)
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        """Until `condition` holds."""
+        """Wait until `condition` holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "the engine never came there"
             time.sleep(0.002)
 
     def _in_its_thread(self, action: Callable[[], None]) -> None:
-        """A ZeroMQ socket belongs to one thread. Returns when it has been done."""
+        """Do it in the thread that owns the ZeroMQ socket. Returns when it has been done."""
         done = threading.Event()
         self._actions.put((action, done))
         assert done.wait(60)
@@ -303,7 +304,7 @@ class ScriptedEngine:
             context.destroy(linger=0)
 
     def _poll_ms(self) -> float:
-        """How long nothing is due. A running output's tokens are, unless steps are held."""
+        """Return how long nothing is due. A running output's tokens are, unless steps are held."""
         if not self._may_step:
             return 1
         now = time.monotonic()
@@ -367,8 +368,8 @@ class ScriptedEngine:
         self._join(peer, message.stream, job, (), attached=False)
 
     def _embed(self, message: Submit, output: Output) -> None:
-        """As the engine does: no tokens, and a vector with the end, after the script's pause. A script that is to fall
-        silent or fail does."""
+        """Embed as the engine does: no tokens, and a vector with the end, after the script's pause. A script that is to
+        fall silent or fail does."""
         if output.script.reason == "length":
             output.script = output.script._replace(token_ids=[], reason="stop")
         output.next_s = time.monotonic() + output.script.pause_s
@@ -434,7 +435,7 @@ class ScriptedEngine:
         self._allowed -= self.held and has_output
 
     def _flush(self) -> None:
-        """One STEP for each peer with news."""
+        """Send one STEP to each peer with new output."""
         for peer in list(self._seqs):
             unheard = {accept.stream + i for to, accept in self._late_accepts if to == peer for i in range(accept.n)}
             mine = [one for one in self._subscribers if one.peer == peer and one.stream not in unheard]
@@ -444,7 +445,7 @@ class ScriptedEngine:
                 self._send(peer, step._replace(seq=self._seqs[peer]))
 
     def _step(self, subscribers: list[Subscriber]) -> Step:
-        """Everything that these have not been sent. Those that get their end are forgotten."""
+        """Return everything that these have not been sent. Those that get their end are forgotten."""
         step = Step(0, 0, array("I"), array("I"), array("I"), [], [], [], [], [])
         for one in subscribers:
             output, start = one.output, one.cursor

@@ -16,13 +16,13 @@ MANY = 1000
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[ScriptedEngine]:
-    """Of every choice MANY tokens come, one a step."""
+    """Yield an engine of which MANY tokens come for every choice, one a step."""
     with ScriptedEngine(f"ipc://{tmp_path}/engine.sock", lambda submit, choice: Script([5] * MANY)) as engine:
         yield engine
 
 
 def num_tokens(engine: ScriptedEngine) -> int:
-    """Of the last request, once the engine's loop has run many times."""
+    """Return the number of tokens of the last request, once the engine's loop has run many times."""
     for _ in range(50):
         engine._in_its_thread(lambda: None)
     *_, job = engine._jobs.values()

@@ -36,7 +36,7 @@ class Ask:
     after: int | None = None  # comes when that request has ended, and not before `at_s`: clients that take turns
 
     def to_map(self) -> dict[str, Any]:
-        """As it stands in a replay file: only what says something."""
+        """Return the request as a replay file has it, without defaults."""
         return {name: value for name, value in asdict(self).items() if value not in (None, {}, "tokens")}
 
     @property
@@ -201,7 +201,7 @@ class Prompts:
 
 
 def draw_ask(rng: random.Random, name: int, at_s: float, prompts: Prompts, space: Space) -> Ask:
-    """One request of the feature space."""
+    """Draw one request of the feature space."""
     way = rng.choices(list(WAYS), list(WAYS.values()))[0]
     prompt = prompts.draw(rng)
     options = {key: draw(rng, space) for key, (share, draw) in OPTIONS.items() if rng.random() < share}
@@ -239,7 +239,7 @@ def draw_ask(rng: random.Random, name: int, at_s: float, prompts: Prompts, space
 
 
 def fit(ask: Ask, space: Space) -> Ask:
-    """The nearest request that is not refused for what it combines."""
+    """Return the nearest request that is not refused for what it combines."""
     params, options, act, prompt = dict(ask.params), dict(ask.options), ask.act, dict(ask.prompt)
     if ask.reply == "embedding":
         keep = ("tenant", "salt", "pooling", "adapter", *(("priority", "deadline_s") if ask.way == "wire" else ()))

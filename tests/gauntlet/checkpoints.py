@@ -30,7 +30,7 @@ class Checkpoint:
 
 
 def prepare(name: str, work: Path) -> Checkpoint:
-    """The folder of a model and of its adapter, made under `work` where there are none."""
+    """Return the folder of a model and of its adapter, made under `work` where there are none."""
     folder = EMBEDDED if name == "embedded" else work / "models" / name
     if not folder.is_dir():
         _make(name, folder)
@@ -52,7 +52,7 @@ def _make(name: str, folder: Path) -> None:
 
 
 def write_adapter(model: Path, folder: Path) -> None:
-    """A LoRA adapter in PEFT's layout with random factors for every linear module of the checkpoint."""
+    """Write a LoRA adapter in PEFT's layout with random factors for every linear module of the checkpoint."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file

@@ -37,8 +37,8 @@ def compare(
     kills_are_seen: bool,
     may_overload: bool,
 ) -> list[str]:
-    """Differences. `killed`: the engine was killed in this round; `kills_are_seen`: then requests may end with an
-    error. `may_overload`: the configuration ends requests rather than have others wait."""
+    """Return the differences. `killed`: the engine was killed in this round; `kills_are_seen`: then requests may end
+    with an error. `may_overload`: the configuration ends requests rather than have others wait."""
     found = [f"problem: {problem}" for problem in outcome.problems]
     if killed and kills_are_seen and outcome.problems:
         found = []  # a connection that broke with the engine
@@ -95,7 +95,7 @@ def compare(
 
 
 def _compare_refusals(outcome: Outcome, expected: Outcome) -> list[str]:
-    """A request that the plain engine refuses or fails must be refused or fail, and no other may."""
+    """Compare refusals: a request that the plain engine refuses or fails must be refused or fail, and no other may."""
     if expected.refused is not None and outcome.refused is not None:
         if outcome.refused == expected.refused or {outcome.refused, expected.refused} <= {
             "invalid_request",
@@ -134,7 +134,8 @@ def _compare_choice(
     reference: Reference,
     tolerance: Tolerance,
 ) -> list[str]:
-    """Tokens first; where one differs that ties with the expected one, the rest is held against what follows then."""
+    """Compare tokens first; where one differs that ties with the expected one, the rest is held against what follows
+    then."""
     nudges: Nudges = ()
     wanted = expected.choices[index]
     whole = choice.reason in ("stop", "length")
@@ -189,7 +190,7 @@ def _tie(
     outcome: Outcome,
     reference: Reference,
 ) -> tuple[Nudges, Choice] | None:
-    """The expected choice once a near tie at `place` is broken the other way; None where that is no tie."""
+    """Return the expected choice once a near tie at `place` is broken the other way; None where that is no tie."""
     if place >= min(len(got), len(wanted)) or len(nudges) >= 2 * MAX_TIES:
         return None
     scale = _sharpness(ask)
@@ -208,8 +209,8 @@ def _disagrees(got: str, wanted: str, whole: bool) -> bool:
 def _tie_in_text(
     ask: Ask, index: int, got: str, wanted: Choice, nudges: Nudges, outcome: Outcome, reference: Reference
 ) -> tuple[Nudges, Choice] | None:
-    """As `_tie` where only the text is known: the expected token alone is lowered, by the whole margin, so that what
-    ties with it is drawn instead. Right is what agrees with the text for longer."""
+    """Find a tie as `_tie` does where only the text is known: the expected token alone is lowered, by the whole margin,
+    so that what ties with it is drawn instead. Right is what agrees with the text for longer."""
     if len(nudges) >= MAX_TIES:
         return None
     agreed = _agreed(got, wanted.text or "")
@@ -232,7 +233,7 @@ def _agreed(one: str, other: str) -> int:
 
 
 def _sharpness(ask: Ask) -> float:
-    """How much the penalties enlarge a logit, and with it its last bits."""
+    """Return how much the penalties enlarge a logit, and with it its last bits."""
     penalty = float(ask.params.get("repetition_penalty", 1.0))
     return min(max(penalty, 1 / penalty, 1.0), 1e4)
 
@@ -277,7 +278,7 @@ def near(one: float, other: float, tolerance: float) -> bool:
 
 
 def _check_calls(outcome: Outcome) -> list[str]:
-    """Calls that were asked for are whole and valid, unless the length cut them."""
+    """Check that the calls asked for are whole and valid, unless the length cut them."""
     found = []
     for choice in outcome.choices:
         if choice.reason not in ("tool_calls",):

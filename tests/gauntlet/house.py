@@ -94,7 +94,7 @@ class House:
         return self._log_path.read_text(errors="replace")
 
     def child(self, name: str) -> int | None:
-        """The process id of the child that runs this command now."""
+        """Return the process id of the child that runs this command now."""
         parent = str(self.process.pid)
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -105,13 +105,13 @@ class House:
         return None
 
     def kill_engine(self) -> None:
-        """SIGKILL; the supervisor starts it again."""
+        """Kill the engine with SIGKILL; the supervisor starts it again."""
         if (pid := self.child("engine")) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def figures(self) -> dict[str, Figures]:
-        """Of each of the three processes that is there."""
+        """Return the figures of each of the three processes that is there."""
         found: dict[str, Figures] = {}
         for part in PARTS:
             pid = self.child(part)
@@ -121,7 +121,7 @@ class House:
         return found
 
     def stats(self) -> dict[str, Any]:
-        """The engine's own figures; waits for an engine that is being started again."""
+        """Return the engine's own figures; waits for an engine that is being started again."""
         with Client(self.address) as client:
             client.wait_ready(START_TIMEOUT_S[self.device])
             return dict(client.admin("stats"))
@@ -133,7 +133,7 @@ class House:
             client.admin("flush")
 
     def settle(self, timeout_s: float = 20.0) -> dict[str, Any]:
-        """The figures once nothing runs or is kept, or as they are after `timeout_s`."""
+        """Return the figures once nothing runs or is kept, or as they are after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             stats = self.stats()
@@ -151,7 +151,7 @@ class House:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """SIGTERM, and again when it takes long."""
+        """Send SIGTERM, and again when it takes long."""
         for number, patience_s in ((signal.SIGTERM, 10.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
             if self.process.poll() is None:
                 self.process.send_signal(number)
@@ -166,7 +166,7 @@ class House:
 
 
 def held(stats: dict[str, Any]) -> dict[str, int]:
-    """What requests hold in the engine; all of it is 0 once the last one is over and forgotten."""
+    """Return what requests hold in the engine; all of it is 0 once the last one is over and forgotten."""
     names = ("active_requests", "waiting_requests", "running_requests")
     return {name: stats[name] for name in names} | {"used_pages": stats["cache"]["used_pages"], **stats.get("held", {})}
 

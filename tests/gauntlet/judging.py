@@ -101,7 +101,7 @@ class Judge:
         return verdict
 
     def judge(self, one: Round, name: int, outcome: Outcome) -> list[str]:
-        """Differences of one request."""
+        """Return differences of one request."""
         ask = next(ask for ask in one.asks if ask.name == name)
         reference = self.reference(one.model)
         found = compare(

@@ -107,7 +107,7 @@ class Totals:
 
 
 def gauntlet(options: argparse.Namespace, judge: Judge) -> int:
-    """Rounds until the time is over."""
+    """Run rounds until the time is over."""
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 32)
     print(f"gauntlet: seed {seed}", flush=True)
     started, totals = time.monotonic(), Totals()
@@ -172,7 +172,7 @@ def keep(options: argparse.Namespace, judge: Judge, one: Round, verdict: Verdict
 
 
 def replay(options: argparse.Namespace, judge: Judge) -> int:
-    """A round of a file, until it fails or has been tried often enough."""
+    """Run a round of a file until it fails or has been tried often enough."""
     one = rounds.read(options.replay)
     for number in range(options.tries):
         verdict = judge.run(one, reuse=not one.kills_s)
@@ -185,7 +185,7 @@ def replay(options: argparse.Namespace, judge: Judge) -> int:
 
 
 def tell(title: str, one: Round, verdict: Verdict) -> None:
-    """One line of a round, and its differences."""
+    """Print one line of a round, and its differences."""
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in verdict.seconds.items())
     figures = ", ".join(f"{value} {name}" for name, value in verdict.figures.items())
     word = "passed" if verdict.passed else "FAILED"

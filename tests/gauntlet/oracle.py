@@ -30,7 +30,7 @@ class Oracle:
         self._models: dict[bool, Any] = {}
 
     def judge(self, ask: Ask, outcome: Outcome) -> list[str]:
-        """Differences from what transformers says; empty where it has nothing to say."""
+        """Return differences from what transformers says; empty where it has nothing to say."""
         if ask.reply == "embedding" or outcome.refused is not None:
             return []
         found: list[str] = []
@@ -104,7 +104,7 @@ class Oracle:
 
 
 def process(row: Any, prompt: list[int], output: list[int], params: Any, stops: set[int]) -> Any:
-    """Penalties, bias, forbidden and allowed tokens, by their definitions in docs/parameters.md."""
+    """Apply penalties, bias, forbidden and allowed tokens, by their definitions in docs/parameters.md."""
     for token in {*prompt, *output} if params.repetition_penalty != 1.0 else ():
         row[token] = (
             row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty

@@ -59,7 +59,8 @@ class Reference:
         return self.llm.tokenizer
 
     def prompt_ids(self, ask: Ask) -> list[int]:
-        """The prompt's tokens. A conversation with tools has more in it than its messages: its answer tells them."""
+        """Return the prompt's tokens. A conversation with tools has more in it than its messages: its answer tells
+        them."""
         if "ids" in ask.prompt:
             return list(ask.prompt["ids"])
         if "text" in ask.prompt:
@@ -69,7 +70,7 @@ class Reference:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def answer(self, ask: Ask, prompt_ids: list[int] | None = None, nudges: Nudges = ()) -> Outcome:
-        """The expected outcome. `prompt_ids`: those that the engine says it had."""
+        """Return the expected outcome. `prompt_ids`: those that the engine says it had."""
         same = replaced(ask, name=0, at_s=0.0, act=None, way="wire" if ask.way in ("wire", "ws") else "http")
         key = json.dumps([same.to_map(), prompt_ids if "tools" in ask.options else None, nudges])
         if key not in self._kept:
@@ -101,7 +102,7 @@ class Reference:
         return outcome
 
     def params(self, ask: Ask, nudges: Nudges = ()) -> SamplingParams:
-        """As the engine gets them, whatever way they came."""
+        """Return the parameters as the engine gets them, whatever way they came."""
         values = dict(ask.params)
         if (words := values.pop("bad_words", None)) is not None:
             from frontends.http.bodies import read_bad_words

@@ -85,7 +85,7 @@ CUDA_BLOCK_SIZES = (64, 64, 16, 32)
 
 
 def draw_settings(rng: random.Random, device: str) -> dict[str, Any]:
-    """A configuration of one engine."""
+    """Draw the configuration of one engine."""
     settings = {key: draw(rng) for key, draw in SETTINGS.items()}
     if device == "cuda":
         settings["cache.block_size"] = rng.choice(CUDA_BLOCK_SIZES)
@@ -100,7 +100,8 @@ def draw_settings(rng: random.Random, device: str) -> dict[str, Any]:
 
 
 def kv_tokens(settings: dict[str, Any]) -> int:
-    """What of the cache one request may use: some is left for the watermark and for blocks that are half filled."""
+    """Return what of the cache one request may use: some is left for the watermark and for blocks that are half
+    filled."""
     return int(settings["cache.num_blocks"] * settings["cache.block_size"] * 0.85)
 
 
@@ -116,8 +117,8 @@ def draw_round(
     fixed: dict[str, Any],
     kills: bool,
 ) -> Round:
-    """`rate` requests a second for `span_s` seconds, in clumps; `fixed` settings go before drawn ones. Some rounds are
-    quiet: few requests with long outputs, because engines speculate only where few requests run."""
+    """Draw `rate` requests a second for `span_s` seconds, in clumps; `fixed` settings go before drawn ones. Some rounds
+    are quiet: few requests with long outputs, because engines speculate only where few requests run."""
     settings = {**draw_settings(rng, device), **fixed}
     if model in NO_DRAFT and settings["speculation.method"] == "draft":
         settings["speculation.method"] = "ngram"
@@ -138,7 +139,7 @@ def draw_round(
 
 
 def in_turns(asked: list[Ask], clients: int) -> list[Ask]:
-    """The same requests from so many clients, each of which waits for an answer before it asks again."""
+    """Return the same requests from so many clients, each of which waits for an answer before it asks again."""
     return [
         replace(ask, at_s=0.0, after=None if place < clients else asked[place - clients].name)
         for place, ask in enumerate(asked)

@@ -57,7 +57,7 @@ def run(house: House, one: Round, *, longest_gap_s: float) -> Ran:
 
 
 async def _warm_up(house: House) -> None:
-    """A request each way, so that what is made once is there when the figures are read."""
+    """Send a request each way, so that what is made once is there when the figures are read."""
     wire, http, ws = Wire(house.address), Http(house.http_port), Websocket(house.ws_port)
     await wire.start()
     await ws.start()
@@ -115,7 +115,7 @@ async def _run(house: House, one: Round) -> tuple[Ran, list[str]]:
 
 
 async def _until_stuck(pending: set[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
-    """Until all are done, or none was for HANG_S; those that are not."""
+    """Wait until all are done, or none was for HANG_S, and return those that are not."""
     while pending:
         done, pending = await asyncio.wait(pending, timeout=HANG_S, return_when=asyncio.FIRST_COMPLETED)
         if not done:
@@ -138,7 +138,7 @@ def _left_in_engine(stats: dict[str, Any]) -> list[str]:
 
 
 def _left_in_processes(house: House, before: dict[str, Figures]) -> list[str]:
-    """What the three processes hold beyond what they held before, once that has had time to go."""
+    """Return what the three processes hold beyond what they held before, once that has had time to go."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         left = _more(before, house.figures())

@@ -26,7 +26,8 @@ def shrink(
     tries: int = TRIES,
     clock: Callable[[], float] = time.monotonic,
 ) -> Round:
-    """The smallest round found in `seconds` that fails with one of `kinds`. `one` itself when it did not fail again."""
+    """Return the smallest round found in `seconds` that fails with one of `kinds`. `one` itself when it did not fail
+    again."""
     deadline = clock() + seconds
 
     def fails(candidate: Round) -> bool:
@@ -51,7 +52,7 @@ def shrink(
 
 
 def _fewer_asks(one: Round, fails: Callable[[Round], bool], late: Callable[[], bool]) -> Round:
-    """Delta debugging (Zeller and Hildebrandt, 2002) over the requests."""
+    """Shrink the requests by delta debugging (Zeller and Hildebrandt, 2002) over the requests."""
     asks, parts = list(one.asks), 2
     while len(asks) > 1 and not late():
         size = -(-len(asks) // parts)
@@ -71,7 +72,7 @@ def _fewer_asks(one: Round, fails: Callable[[Round], bool], late: Callable[[], b
 
 
 def _simpler(one: Round) -> Iterator[Round]:
-    """Rounds with one thing less, the largest first."""
+    """Yield rounds with one thing less, the largest first."""
     if one.kills_s:
         yield replace(one, kills_s=())
     for key in one.settings:

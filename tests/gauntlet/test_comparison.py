@@ -35,7 +35,7 @@ def differences(ask: Ask, outcome: Outcome, reference: Reference, **changes: Any
 
 
 def right(ask: Ask, reference: Reference) -> Outcome:
-    """What a good engine gives."""
+    """Return what a good engine gives."""
     return copy.deepcopy(reference.answer(ask))
 
 

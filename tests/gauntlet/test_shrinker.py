@@ -22,7 +22,7 @@ def some_round(count: int = 24) -> Round:
 
 
 def needs_both(one: Round) -> set[str]:
-    """5 with its top_p beside 17, under a draft model."""
+    """Return the difference that 5 with its top_p beside 17 makes, under a draft model."""
     asks = {ask.name: ask for ask in one.asks}
     fails = 5 in asks and 17 in asks and "top_p" in asks[5].params and "speculation.method" in one.settings
     return {"tokens"} if fails else set()

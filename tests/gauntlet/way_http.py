@@ -180,7 +180,7 @@ def body_of(ask: Ask) -> tuple[str, dict[str, Any]]:
 
 
 def grammar_fields(grammar: list[Any]) -> dict[str, Any]:
-    """A grammar of the wire in vLLM's words."""
+    """Return a grammar of the wire in vLLM's words."""
     kind, source, whitespace = grammar
     name = {"json_schema": "json", "lark": "grammar"}.get(kind, kind)
     value: Any = True if kind == "json_object" else source

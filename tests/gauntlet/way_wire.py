@@ -83,7 +83,7 @@ class Wire:
         return [problem for tap in self._taps for problem in tap.problems]
 
     async def run(self, ask: Ask) -> Outcome:
-        """One request to its end, or to what its client does before."""
+        """Run one request to its end, or to what its client does before."""
         outcome = Outcome(begun_s=time.monotonic())
         act = ask.act or {}
         alone = act.get("kind") == "disconnect"
@@ -182,7 +182,7 @@ class Wire:
             await self._attach(ask, submission, outcome)
 
     async def _attach(self, ask: Ask, submission: Submission, outcome: Outcome) -> None:
-        """A second reader, from where the first one stands: both must have read the same."""
+        """Attach a second reader where the first one stands: both must have read the same."""
         try:
             await submission.accepted()
         except InferEngineError:
@@ -215,7 +215,7 @@ class Wire:
 
 
 def take(choice: Choice, delta: Any, outcome: Outcome) -> None:
-    """What is new in a choice."""
+    """Take what is new in a choice."""
     if choice.tokens is not None:
         choice.tokens += delta.token_ids
     if choice.text is not None:
@@ -239,7 +239,7 @@ def take(choice: Choice, delta: Any, outcome: Outcome) -> None:
 
 
 def vanish(client: AsyncClient) -> None:
-    """Gone without a word, as a killed process is."""
+    """Vanish without a word, as a killed process does."""
     session, client._session, client._closed = client._session, None, True
     if session is None:
         return

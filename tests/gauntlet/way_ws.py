@@ -170,7 +170,7 @@ class Websocket:
 
 
 def frame_of(ask: Ask) -> dict[str, Any]:
-    """The generate frame without type and id."""
+    """Return the generate frame without type and id."""
     frame: dict[str, Any] = {"params": {**DEFAULTS, **ask.params}, "return_token_ids": True}
     for name, field in (("priority", "priority"), ("salt", "cache_salt"), ("deadline_s", "deadline_s")):
         if name in ask.options:

@@ -166,7 +166,7 @@ def test_the_matrices_of_latents_are_one(tmp_path: Path) -> None:
 
 
 def model(path: Path, **values: Any) -> Path:
-    """A tiny file of one layer without all its tensors."""
+    """Return a tiny file of one layer without all its tensors."""
     writer = gguf.GGUFWriter(path, values.get("architecture", "llama"))
     writer.add_context_length(64)
     writer.add_embedding_length(values.get("embedding", 32))

@@ -30,7 +30,7 @@ CORPUS = [*TEXTS, "the quick brown fox jumps over the lazy dog " * 3, "hello wor
 
 
 def byte_level(rule: str | tuple[str, ...]) -> FastTokenizer:
-    """A small byte-level BPE whose texts are cut by a regular expression."""
+    """Return a small byte-level BPE whose texts are cut by a regular expression."""
     tokenizer = FastTokenizer(models.BPE())
     rules = (rule,) if isinstance(rule, str) else rule
     split = [pre_tokenizers.Split(Regex(each), "isolated") for each in rules if each]
@@ -46,7 +46,7 @@ def byte_level(rule: str | tuple[str, ...]) -> FastTokenizer:
 
 
 def sentence_piece(*, begins: bool) -> FastTokenizer:
-    """A small BPE with bytes for what it lacks, as SentencePiece's of Llama 2 and Gemma."""
+    """Return a small BPE with bytes for what it lacks, as SentencePiece's of Llama 2 and Gemma."""
     steps: list[Any] = [normalizers.Prepend("▁")] if begins else []
     tokenizer = FastTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
@@ -61,7 +61,7 @@ def sentence_piece(*, begins: bool) -> FastTokenizer:
 
 
 def save(tokenizer: FastTokenizer, path: Path, **values: Any) -> Path:
-    """A file without tensors that has the tokenizer. `values` are further metadata."""
+    """Return a file without tensors that has the tokenizer. `values` are further metadata."""
     writer = gguf.GGUFWriter(path, "llama")
     add_tokenizer(writer, tokenizer, **values)
     finish(writer)

@@ -71,7 +71,7 @@ class Load:
         beginning: Sequence[int] = (),
         **structured: Any,
     ) -> int:
-        """Kernels that these requests, which all start with `beginning`, had compiled."""
+        """Return the kernels that these requests, which all start with `beginning`, had compiled."""
         executor = self._llm.core.executor
         before, begin = executor.compilations.count, time.monotonic()
         prompts = [[*beginning, *own] for own in self.prompts(count, least, most)]

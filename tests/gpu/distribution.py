@@ -36,7 +36,7 @@ PROMPT, OUTPUT = [1, 2, 3, 5], [3, 5, 5]
 
 
 def expected(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """The distribution as docs/parameters.md defines it, one step after the other, in float64."""
+    """Return the distribution as docs/parameters.md defines it, one step after the other, in float64."""
     scores = logits.astype(np.float64)
     for token in set(PROMPT + OUTPUT):
         penalty = params.repetition_penalty
@@ -64,7 +64,7 @@ def expected(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 
 
 def draw(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
-    """ROWS x ROUNDS tokens from one row of logits [V]."""
+    """Draw ROWS x ROUNDS tokens from one row of logits [V]."""
     vocab_size = logits.shape[0]
     slots = Slots(
         num_slots=ROWS, max_model_len=16, block_size=8, group_blocks=[1], vocab_size=vocab_size, device=logits.device
@@ -85,7 +85,7 @@ def draw(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
 
 
 def strays(tokens: np.ndarray, weights: np.ndarray) -> str:
-    """What is wrong with these draws, or nothing."""
+    """Return what is wrong with these draws, or nothing."""
     outside = int((weights[tokens] == 0).sum()) + int((tokens < 0).sum())
     # Rounding may move the filters' edge by a token of the least weight that is kept.
     edge = weights[weights > 0].min() * 4 * len(tokens)

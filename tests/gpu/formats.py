@@ -45,8 +45,8 @@ def engine(settings: dict[str, Any]) -> LLM:
 
 
 def read_again(reference: LLM, outputs: Sequence[tuple[list[int], list[int]]]) -> tuple[float, float]:
-    """The mean loss of the tokens of these (prompt, output), and the share of them that `reference`, in fp32, would
-    have chosen."""
+    """Return the mean loss of the tokens of these (prompt, output), and the share of them that `reference`, in fp32,
+    would have chosen."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     results = reference.generate([[*prompt, *output] for prompt, output in outputs], params, progress=False)
     losses = []

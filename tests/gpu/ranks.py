@@ -40,7 +40,7 @@ Outputs = dict[str, Any]
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:
-    """A checkpoint with seeded random weights, of the shapes that tests on a CPU compare, and two adapters."""
+    """Return a checkpoint with seeded random weights, of the shapes that tests on a CPU compare, and two adapters."""
     from tests.lora.adapters import write_adapter
     from tests.models.checkpoints import FAMILIES, make_model, model_of, save
     from tests.models.families import CASES as SHAPES
@@ -68,7 +68,7 @@ class Run:
         self.outputs: Outputs = {}
 
     def engine(self, **values: Any) -> Any:
-        """A loaded engine, warmed up; the one before is unloaded."""
+        """Load an engine and warm it up; the one before is unloaded."""
         from inferengine.executor.torch_executor import build_executor
         from tests.executor.engine import Engine
 
@@ -80,7 +80,7 @@ class Run:
         return engine
 
     def run(self, engine: Any) -> None:
-        """Until everything has ended."""
+        """Run until everything has ended."""
         while engine.core.has_work:
             engine.step()
             self._launched.add(engine.executor.launched)
@@ -138,7 +138,7 @@ class Run:
         close(engine, self._pair)
 
     def close(self) -> Outputs:
-        """What was found, and how: by graphs or not, and by which sums."""
+        """Return what was found, and how: by graphs or not, and by which sums."""
         sums = "none"
         if self._pair is not None:
             communicator = self._pair.communicator
@@ -163,7 +163,7 @@ def prompts(seed: int = 1, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[li
 
 
 def run_fp32(name: str, folder: Path, ranks: int, device: str) -> Outputs:
-    """One model in fp32; the first one with everything."""
+    """Run one model in fp32; the first one with everything."""
     run = Run(folder, ranks, device)
     run.chunks_preemption_and_prefixes()
     if name == "llama":
@@ -174,7 +174,7 @@ def run_fp32(name: str, folder: Path, ranks: int, device: str) -> Outputs:
 
 
 def run_bf16(ranks: int, device: str, generated: Path) -> Outputs:
-    """The embedded model: two ranks generate in bf16 into the file `generated`; one reads it again in fp32."""
+    """Run the embedded model: two ranks generate in bf16 into the file `generated`; one reads it again in fp32."""
     from inferengine import SamplingParams
     from tests.gpu import formats
 
@@ -201,7 +201,7 @@ def run_bf16(ranks: int, device: str, generated: Path) -> Outputs:
 
 
 def difference(one: Outputs, two: Outputs) -> tuple[list[str], float]:
-    """What differs between the outputs of one rank and of two, and how far log-probabilities are apart."""
+    """Return what differs between the outputs of one rank and of two, and how far log-probabilities are apart."""
     wrong, most = [], 0.0
     for name, value in one.items():
         if "logprobs" in name:
@@ -216,7 +216,7 @@ def difference(one: Outputs, two: Outputs) -> tuple[list[str], float]:
 
 
 def judged(name: str, one: Outputs, two: Outputs, device: str) -> tuple[list[str], str]:
-    """What is wrong with a model, and a line about it."""
+    """Return what is wrong with a model, and a line about it."""
     from tests.gpu.formats import FORMATS
 
     if name == BF16:
@@ -258,14 +258,14 @@ class Children:
         return self._folder / f"{name}-{ranks}.log"
 
     def wait(self, deadline_s: float) -> None:
-        """Until all have ended, or the time is over."""
+        """Wait until all have ended, or the time is over."""
         while time.monotonic() < deadline_s and any(child.poll() is None for child in self._running.values()):
             time.sleep(POLL_S)
             if any(child.poll() for (name, _), child in self._running.items() if name == BF16):
                 self._end(self._running[BF16, 1])  # it would wait for the other's file
 
     def outputs(self, name: str, ranks: int) -> Outputs | str:
-        """What a process found, or the errors it named and the end of what it said."""
+        """Return what a process found, or the errors it named and the end of what it said."""
         if self.out(name, ranks).exists():
             found: Outputs = json.loads(self.out(name, ranks).read_text())
             return found

@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 def parts(calls: int, gauntlet_s: int, processes: int) -> list[Part]:
-    """All parts, the longest first."""
+    """Return all parts, the longest first."""
     gauntlet = [PYTHON, "-m", "tests.gauntlet", "--device", "cuda", "--seconds", str(gauntlet_s), "--seed"]
     spread = ["-n", str(processes)] if processes > 1 else []
     return [

@@ -49,7 +49,7 @@ FILTERS: tuple[dict[str, Any], ...] = (
 
 
 def make_slots(rng: random.Random) -> Slots:
-    """Slots with a request each: filters in turn, temperatures and seeds at random."""
+    """Return slots with a request each: filters in turn, temperatures and seeds at random."""
     slots = Slots(
         num_slots=MOST_ROWS,
         max_model_len=1024,
@@ -77,7 +77,7 @@ class Watch:
         threading.Thread(target=self._run, daemon=True).start()
 
     def note(self, what: str) -> None:
-        """All calls up to now have ended; `what` comes next."""
+        """Record that all calls up to now have ended and `what` comes next."""
         self._ended_s, self._what = time.monotonic(), what
 
     def _run(self) -> None:
@@ -92,7 +92,7 @@ Logits = dict[tuple[float, torch.dtype], torch.Tensor]
 
 
 def draw_call(rng: random.Random, slots: Slots, logits: Logits, row_counts: Sequence[int]) -> tuple[str, Any]:
-    """What a random call is, and a function that makes it and gives its ids."""
+    """Return what a random call is, and a function that makes it and gives its ids."""
     width, dtype = rng.choice(WIDTHS), rng.choice((torch.bfloat16, torch.float32))
     count = rng.choice(row_counts)
     first = rng.randrange(MOST_ROWS - count + 1)
@@ -109,7 +109,7 @@ def draw_call(rng: random.Random, slots: Slots, logits: Logits, row_counts: Sequ
 
 
 def one_by_one(calls: int, rng: random.Random, logits: Logits, watch: Watch) -> int:
-    """Rows without a token."""
+    """Return the number of rows without a token."""
     slots = make_slots(rng)
     failed = 0
     recent: list[torch.Tensor] = []
@@ -144,7 +144,7 @@ class Replayed:
                 self.failed += (call() < 0).sum()
 
     def replay(self) -> None:
-        """With new temperatures, filters and seeds."""
+        """Replay with new temperatures, filters and seeds."""
         slots = self.slots
         with torch.cuda.stream(self.stream):
             slots.temperature.uniform_(0.3, 1.5)
@@ -155,7 +155,7 @@ class Replayed:
 
 
 def replayed(calls: int, rng: random.Random, logits: Logits, watch: Watch) -> int:
-    """Rows without a token."""
+    """Return the number of rows without a token."""
     graphs = [Replayed(rng, logits) for _ in range(STREAMS)]
     for index in range(-(-calls // (CALLS_PER_GRAPH * STREAMS))):
         for graph in graphs:

@@ -29,7 +29,7 @@ def make_paged_case(
     row_lens: list[int], counts: list[int], kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype,
     device: torch.device,
 ) -> PagedCase:  # fmt: skip
-    """Rows in slots in reverse order (so that row and slot differ), blocks handed out at random."""
+    """Make rows in slots in reverse order (so that row and slot differ), blocks handed out at random."""
     num_slots = len(row_lens) + 1
     needed = [-(-length // block_size) for length in row_lens]
     order = torch.randperm(sum(needed) + 3).tolist()
@@ -51,7 +51,7 @@ def make_paged_case(
 
 
 def gather(case: PagedCase, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row's keys and values in order, each [length, K, D] float64."""
+    """Return a row's keys and values in order, each [length, K, D] float64."""
     block_size = case.kv.shape[3]
     length = int(case.row_len[row])
     positions = torch.arange(length, device=case.kv.device)
@@ -68,7 +68,7 @@ def reference_attention(
     softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, H, D] -> [T, H*D] float64; rows of length 0 give zeros."""
+    """Attend q [T, H, D] -> [T, H*D] float64; rows of length 0 give zeros."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     for row in range(len(case.row_len)):
         first, last = int(case.query_start[row]), int(case.query_start[row + 1])
@@ -94,7 +94,7 @@ def reference_attention(
 
 
 def reference_rope(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """NeoX rotation of x [T, heads, D] in float64."""
+    """Rotate by NeoX's rule x [T, heads, D] in float64."""
     half = x.shape[-1] // 2
     table = cos_sin[positions.long()].double()
     cos, sin = table[:, None, :half], table[:, None, half:]
@@ -116,13 +116,13 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def dtypes() -> list[torch.dtype]:
-    """What the tests run in: bfloat16 is what the card is for; the interpreter's numpy has no such type."""
+    """Return what the tests run in: bfloat16 is what the card is for; the interpreter's numpy has no such type."""
     return [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32, torch.float16]
 
 
 def with_dtypes(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Every case with every dtype on a card. The interpreter, a thousand times slower, takes all in float32 and the
-    first in the other dtype: what that changes, casts around the products, is the same for all."""
+    """Return every case with every dtype on a card. The interpreter, a thousand times slower, takes all in float32 and
+    the first in the other dtype: what that changes, casts around the products, is the same for all."""
     plain, *others = dtypes()
     lesser = cases if torch.cuda.is_available() else cases[:1]
     return [(*case, plain) for case in cases] + [(*case, dtype) for dtype in others for case in lesser]

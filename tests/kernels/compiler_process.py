@@ -51,7 +51,8 @@ for line in sys.stdin:
 
 @contextmanager
 def compiler_process(folder: Path) -> Iterator[Compile]:
-    """`compile(program, *arguments)` runs a program without Triton's interpreter and returns what it wrote."""
+    """Yield `compile(program, *arguments)`, which runs a program without Triton's interpreter and returns what it
+    wrote."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(

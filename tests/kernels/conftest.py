@@ -20,7 +20,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def single_thread() -> Iterator[None]:
-    """Tiny matrices, and machines shared with other tests; the same random numbers each time."""
+    """Use one torch thread, for tiny matrices on shared machines, and the same random numbers each time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ REGISTER = re.compile(r"%\w+")
 
 
 def uneven_branches(ptx: str) -> list[str]:
-    """Branches whose condition follows from a fused multiply-add of a value that came from another thread."""
+    """Return branches whose condition follows from a fused multiply-add of a value that came from another thread."""
     exchanged: set[str] = set()
     uneven: set[str] = set()
     instructions = []

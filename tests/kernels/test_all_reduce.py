@@ -43,8 +43,8 @@ class Peers:
         ]
 
     def together(self, work: Callable[[PeerExchange, int], torch.Tensor]) -> list[torch.Tensor]:
-        """What `work(exchange, limit)` gives on each rank. Each but the first sends in a run of its own, which gives up
-        waiting; what that run counted and reported is taken back."""
+        """Return what `work(exchange, limit)` gives on each rank. Each but the first sends in a run of its own, which
+        gives up waiting; what that run counted and reported is taken back."""
         for exchange, lost in list(zip(self.exchanges, self.lost, strict=True))[1:]:
             before = exchange.epochs.clone()
             work(exchange, 0)
@@ -59,7 +59,7 @@ def rows_of(ranks: int, num_rows: int, dtype: torch.dtype) -> list[torch.Tensor]
 
 
 def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in the order of the ranks, in fp32, rounded once."""
+    """Return the sum in the order of the ranks, in fp32, rounded once."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -67,7 +67,7 @@ def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def send(parts: list[torch.Tensor], by_packets: bool) -> Callable[[PeerExchange, int], torch.Tensor]:
-    """Each rank's part of a sum."""
+    """Return each rank's part of a sum."""
     return lambda exchange, limit: exchange.all_reduce(parts[exchange.rank].clone(), by_packets=by_packets, limit=limit)
 
 
@@ -194,7 +194,8 @@ def test_devices_that_do_not_reach_each_other_are_an_error(driver: Driver, monke
 
 
 def overwritten(ranks: int, inboxes: int, epochs: int = 5) -> bool:
-    """Whether some order of events has a rank read a row of another epoch than it waits for: all orders are tried.
+    """Return whether some order of events has a rank read a row of another epoch than it waits for: all orders are
+    tried.
 
     A rank sends its row of an epoch to each other rank, into inbox `epoch % inboxes`; then, for each other rank, it
     sees that the row is there and later, in another event, reads it. What it sends next waits for that."""

@@ -74,7 +74,8 @@ with suppress(ChildProcessError):  # raised when the child has ended: signals of
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    """Runs programs in a process that has imported torch and Triton, with a disk cache that is empty at first."""
+    """Yield what runs programs in a process that has imported torch and Triton, with a disk cache that is empty at
+    first."""
     folder = tmp_path_factory.mktemp("compiler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
@@ -147,7 +148,7 @@ class FakeWorkers:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeWorkers]:
-    """The helpers that were started, in order."""
+    """Return the helpers that were started, in order."""
     found: list[FakeWorkers] = []
 
     def start() -> FakeWorkers:

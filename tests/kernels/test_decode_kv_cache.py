@@ -60,8 +60,8 @@ class Case:
         sinks: torch.Tensor | None = None,
         admitted: tuple[int, ...] = (),
     ) -> bool:
-        """New tokens for rows, by slot (one for each, where nothing is said), both ways; returns whether a copy was
-        used."""
+        """Compute new tokens for rows, by slot (one for each, where nothing is said), both ways; returns whether a copy
+        was used."""
         counts = counts or dict.fromkeys(self.starts, 1)
         qkv = torch.randn(sum(counts.values()), (HEADS + 2 * KV_HEADS) * HEAD_DIM)
         kept = self.batch(counts, self.decode_kv_cache, list(admitted))
@@ -78,8 +78,8 @@ class Case:
         return kept.plans[0].kv_copy is not None
 
     def check(self, slots: Iterable[int] | None = None) -> int:
-        """Whatever the copies count of these slots, or any, is what the paged cache holds. Returns how many tokens they
-        count."""
+        """Check that what the copies count of these slots, or any, is what the paged cache holds. Returns how many
+        tokens they count."""
         num_known = 0
         for kept in self.decode_kv_cache.copies.values():
             for slot in range(len(self.tables)) if slots is None else slots:
@@ -94,7 +94,7 @@ class Case:
         return num_known
 
     def settle(self) -> Case:
-        """So that a copy is in use."""
+        """Settle the case, so that a copy is in use."""
         for _ in range(MIN_EQUAL_STEPS):
             self.step()
         assert self.step()

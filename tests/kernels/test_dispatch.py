@@ -38,7 +38,7 @@ def describe(operands: Operands, product: Product, rows: int, width: int, column
 
 
 def runs(descriptions: list[str]) -> list[list[int | str]]:
-    """[last number, description] of each run of equal descriptions, counted from 1."""
+    """Return [last number, description] of each run of equal descriptions, counted from 1."""
     following = [*descriptions[1:], None]
     pairs = enumerate(zip(descriptions, following, strict=True), 1)
     return [[number, this] for number, (this, after) in pairs if this != after]

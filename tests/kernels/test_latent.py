@@ -31,13 +31,13 @@ SHAPES = [(16, 32, 16, 16), (6, 16, 8, 16), (20, 24, 8, 8), (1, 16, 8, 64)]
 
 
 def paged_latents(row_lens: list[int], counts: list[int], width: int, block_size: int, dtype, device) -> PagedCase:
-    """A cache of latents; of keys and values it keeps the keys."""
+    """Return a cache of latents; of keys and values it keeps the keys."""
     case = make_paged_case(row_lens, counts, 1, width, block_size, dtype, device)
     return PagedCase(case.kv[:, :1].contiguous(), *list(vars(case).values())[1:])
 
 
 def reference(q: torch.Tensor, case: PagedCase, rank: int, scale: float) -> torch.Tensor:
-    """q [T, H, R + P] -> [T, H, R] float64; rows of length 0 give zeros."""
+    """Attend q [T, H, R + P] -> [T, H, R] float64; rows of length 0 give zeros."""
     out = torch.zeros(*q.shape[:2], rank, dtype=torch.float64, device=q.device)
     for row in range(len(case.row_len)):
         first, last, length = int(case.query_start[row]), int(case.query_start[row + 1]), int(case.row_len[row])

@@ -34,7 +34,8 @@ latent.latent_prefill(
 
 
 def compiled(compile_program, *arguments: str) -> list[list[int]]:
-    """Of decodes and of prompts: bytes of shared memory, and the tiles of latents that are held there at once."""
+    """Return, of decodes and of prompts, the bytes of shared memory, and the tiles of latents that are held there at
+    once."""
     done = compile_program(COMPILE, *arguments)
     found = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
     assert len(found) == 3, done.stderr[-2000:]

@@ -43,7 +43,7 @@ class Layer:
         return operation(q, new, gain, EPS, key_up, value_up, cos_sin, case.kv, batch, 0, SCALE)
 
     def expected(self, case: PagedCase) -> torch.Tensor:
-        """[T, H * V] float64 of a case whose cache holds the step's latents already."""
+        """Return [T, H * V] float64 of a case whose cache holds the step's latents already."""
         positions = batch_of(case, 0).columns.positions  # type: ignore[union-attr]
         queries = self.q.view(len(self.q), HEADS, -1).double()
         turned = reference_rope(queries[..., PLAIN:], self.cos_sin, torch.from_numpy(positions))

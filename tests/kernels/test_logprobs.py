@@ -10,7 +10,7 @@ VOCAB = 3000
 
 
 def unpacked(packed: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
-    """(log-probability, rank, top ids, top log-probabilities)."""
+    """Return (log-probability, rank, top ids, top log-probabilities)."""
     values = packed.view(torch.float32)
     return values[:, 0], packed[:, 1], packed[:, 2 : 2 + most], values[:, 2 + most :]
 

@@ -34,7 +34,7 @@ def make_weight(kind: str, rows: int, columns: int, device: torch.device) -> Exp
 
 
 def expected(x: torch.Tensor, codes: ExpertCodes, bias: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """[T, k, rows] in float64."""
+    """Return [T, k, rows] in float64."""
     numbers = expert_numbers(codes).double().view(EXPERTS, -1, codes.columns)
     products = torch.einsum("tk,enk->ten", x.double(), numbers) + bias.double().view(EXPERTS, -1)
     return products[torch.arange(len(x))[:, None], ids.long()]

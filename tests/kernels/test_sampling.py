@@ -52,7 +52,7 @@ def make_slots(num_slots: int, device: torch.device, vocab_size: int = VOCAB) ->
 def draw_both(
     logits: torch.Tensor, slots: SlotState, needs: int, repeats: int = 4 if torch.cuda.is_available() else 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(kernel's ids, reference's ids) over several positions, on the rows of slots in reverse."""
+    """Draw (kernel's ids, reference's ids) over several positions, on the rows of slots in reverse."""
     num_rows = logits.shape[0]
     rows = torch.arange(num_rows - 1, -1, -1, dtype=torch.int32, device=logits.device)
     actual, expected = [], []

@@ -138,7 +138,7 @@ def test_what_saves_too_little_or_takes_too_much_memory_is_not_shared(monkeypatc
 
 
 def cpu_bytes_of_token() -> int:
-    """Of one layer's keys, or values."""
+    """Return the bytes of one layer's keys, or values, of a token."""
     kv = Case([1]).kv
     return kv.shape[2] * kv.shape[4] * kv.element_size()
 

@@ -115,7 +115,7 @@ class FakeCard:
 
 
 def towards(best: int) -> Callable[[int, str, int], float]:
-    """Times that grow with the distance from a number."""
+    """Return times that grow with the distance from a number."""
     return lambda rows, case, choice: 1.0 + 0.1 * abs(choice - best)
 
 

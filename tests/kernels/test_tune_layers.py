@@ -74,7 +74,8 @@ def settings(device: torch.device, tokens: int = 4) -> ExecutorSettings:
 
 
 def tiny(device: torch.device, scheme: str = "none", **options: Any) -> tuple[DecoderModel, torch.dtype]:
-    """A Llama with 2 layers, on the CUDA table's kernels; quantized by `scheme`. `options` of its DecoderConfig."""
+    """Return a Llama with 2 layers, on the CUDA table's kernels; quantized by `scheme`. `options` of its
+    DecoderConfig."""
     dtype = dtypes()[1]
     shape: dict[str, Any] = {
         "model_type": "llama", "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_layers": 2,
@@ -235,7 +236,7 @@ MANY_BYTES = 1 << 33
 def attention_timer(
     device: torch.device, watch: StopWatch, **options: Any
 ) -> tuple[AttentionTimer, dict[TunedAttention, list[Attention]]]:
-    """Of a tiny model with contexts of up to 512 tokens, and 1 MiB of keys and values."""
+    """Return the timer of a tiny model with contexts of up to 512 tokens, and 1 MiB of keys and values."""
     model, dtype = tiny(device, **options)
     found = attention_of(model, settings(device), dtype, 512, MANY_BYTES)
     return AttentionTimer(found, device, dtype, dtype, watch, 1 << 20), found
@@ -380,7 +381,7 @@ class TickingClock:
 
 
 def measured_parts(device: torch.device, free_bytes: int) -> tuple[Work, MeasuredTable]:
-    """Attention of a tiny model, for two rows, and its experts, for one token, measured in turns."""
+    """Measure attention of a tiny model, for two rows, and its experts, for one token, measured in turns."""
     model, dtype = tiny(device, moe=MoeConfig(4, 2, 32))
     few = settings(device, tokens=1)
     work = Work([], attention_of(model, few, dtype, 256, MANY_BYTES), experts_of(model, few, dtype))

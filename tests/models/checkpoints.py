@@ -68,13 +68,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(name: str, **changes: Any) -> Any:
-    """transformers' model with seeded random weights, eager attention, fp32."""
+    """Make transformers' model with seeded random weights, eager attention, fp32."""
     class_name, values = FAMILIES[name]
     return model_of(class_name, {**values, **changes})
 
 
 def model_of(class_name: str, values: dict[str, Any]) -> Any:
-    """As `make_model`, of a config class of transformers and its values."""
+    """Make a model as `make_model` does, of a config class of transformers and its values."""
     config = getattr(transformers, class_name)(**values)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -102,13 +102,14 @@ def save(model: Any, folder: Path, *, shard_size: str = "5GB") -> Path:
 
 
 def load(folder: Path) -> Any:
-    """transformers' own reading of a checkpoint, in fp32."""
+    """Load a checkpoint by transformers, in fp32."""
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def greedy_reference(model: Any, prompt: list[int], output: list[int]) -> list[int]:
-    """What transformers draws greedily after each prefix of prompt + output, everything recomputed without a cache.
+    """Return what transformers draws greedily after each prefix of prompt + output, everything recomputed without a
+    cache.
 
     Equal to `output` only if `output` is transformers' own greedy output, by induction over its tokens.
     """
@@ -117,6 +118,6 @@ def greedy_reference(model: Any, prompt: list[int], output: list[int]) -> list[i
 
 
 def logits_reference(model: Any, prompt: list[int]) -> torch.Tensor:
-    """[T, V] logits of every position."""
+    """Return the logits [T, V] of every position."""
     with torch.inference_mode():
         return model(torch.tensor([prompt]), use_cache=False).logits[0]

@@ -233,13 +233,14 @@ def compare(
 
 
 def engine_of(case: Case, folder: Path, **values: Any) -> tuple[Any, Engine]:
-    """transformers' model of a case with random weights, and an engine with it; `values`: of its configuration."""
+    """Return transformers' model of a case with random weights, and an engine with it; `values`: of its
+    configuration."""
     model = model_of(case.config, case.values)
     return model, Engine(save(model, folder), **values)
 
 
 def error_of_logprobs(prompt: list[int], model: Any, engine: Engine) -> float:
-    """The largest difference of the 20 best log-probabilities after a prompt from transformers'."""
+    """Return the largest difference of the 20 best log-probabilities after a prompt from transformers'."""
     uid = engine.submit(prompt, 1, logprobs=20)
     engine.run()
     expected = logits_reference(model, prompt)[-1].log_softmax(-1).topk(20).values

@@ -19,7 +19,7 @@ Kinds = Callable[[str, tuple[int, ...]], str]  # the type of a tensor by its nam
 
 
 def random_blocks(name: str, rows: int, columns: int, *, seed: int) -> np.ndarray:
-    """Random bytes [rows, bytes of a row] of a format, with small scales."""
+    """Return random bytes [rows, bytes of a row] of a format, with small scales."""
     form, random = FORMATS[name], np.random.default_rng(seed)
     raw = random.integers(0, 256, (rows, columns // form.block, form.num_bytes), dtype=np.uint8)
     for place in form.halves:
@@ -29,7 +29,7 @@ def random_blocks(name: str, rows: int, columns: int, *, seed: int) -> np.ndarra
 
 
 def quantized(values: np.ndarray, kind: str, *, seed: int) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
-    """Values as the bytes of a type; random blocks of the types that the package does not quantize to."""
+    """Return values as the bytes of a type; random blocks of the types that the package does not quantize to."""
     number = gguf.GGMLQuantizationType[kind]
     if kind in FORMATS and kind.endswith("K"):
         rows = values.size // values.shape[-1]
@@ -38,8 +38,8 @@ def quantized(values: np.ndarray, kind: str, *, seed: int) -> tuple[np.ndarray, 
 
 
 def q4_k_m(name: str, shape: tuple[int, ...]) -> str:
-    """As llama.cpp mixes them: the value projection and the head in Q6_K, for a fifth bit the down projection; routers
-    are numbers."""
+    """Name the type of a tensor as llama.cpp mixes them: the value projection and the head in Q6_K, for a fifth bit the
+    down projection; routers are numbers."""
     if "ffn_gate_inp" in name:
         return "F32"
     if "attn_v" in name or name == "output.weight":
@@ -48,12 +48,12 @@ def q4_k_m(name: str, shape: tuple[int, ...]) -> str:
 
 
 def mxfp4(name: str, shape: tuple[int, ...]) -> str:
-    """As GPT-OSS is published: experts in MXFP4, the rest in Q8_0."""
+    """Name the type of a tensor as GPT-OSS is published: experts in MXFP4, the rest in Q8_0."""
     return "MXFP4" if "exps" in name else "F32" if "ffn_gate_inp" in name else "Q8_0"
 
 
 def q8_0(name: str, shape: tuple[int, ...]) -> str:
-    """Q8_0, and F16 where rows are no multiple of its blocks."""
+    """Name the type of a tensor: Q8_0, and F16 where rows are no multiple of its blocks."""
     return "Q8_0" if shape[-1] % 32 == 0 else "F16"
 
 
@@ -167,14 +167,14 @@ def _add_latent_halves(
 
 
 def writer_heads(name: str, config: Any) -> int:
-    """The heads within which a converter reorders the rows of a tensor."""
+    """Return the heads within which a converter reorders the rows of a tensor."""
     return {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
         name.rpartition(".")[0].rpartition(".")[2], 0
     )
 
 
 def _reordered(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The first and the second half of a head's rows, in turn."""
+    """Return the first and the second half of a head's rows, in turn."""
     if not heads:
         return rows
     return rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

@@ -45,14 +45,14 @@ SHAPES: dict[str, Any] = {
 
 
 def older(name: str, shape: tuple[int, ...]) -> str:
-    """The formats of blocks of 32, with one of 16 bits among the parts of a layer."""
+    """Name the type of a tensor: formats of blocks of 32, with one of 16 bits among the parts of a layer."""
     return {"attn_q": "Q4_0", "attn_k": "F16", "attn_v": "Q4_1", "ffn_up": "Q5_0", "ffn_gate": "Q5_1"}.get(
         name.split(".")[-2], "Q8_0"
     )
 
 
 def q4_k_m_of_latents(name: str, shape: tuple[int, ...]) -> str:
-    """The keys' matrices have rows of fewer than 256."""
+    """Name the type of a tensor; the keys' matrices have rows of fewer than 256."""
     return "Q8_0" if "attn_k_b" in name else q4_k_m(name, shape)
 
 
@@ -63,7 +63,8 @@ def gemma2(writer: gguf.GGUFWriter) -> None:
 
 
 def gemma4(*, kv_heads: int | list[int], **values: Any) -> Callable[[gguf.GGUFWriter], None]:
-    """As the converter writes Gemma 4's metadata: 5 layers, two of them with full attention and heads of 128."""
+    """Write metadata as the converter writes Gemma 4's metadata: 5 layers, two of them with full attention and heads of
+    128."""
 
     def more(writer: gguf.GGUFWriter) -> None:
         writer.add_key_length(128)
@@ -114,7 +115,7 @@ def gpt_oss(writer: gguf.GGUFWriter) -> None:
 
 
 def deepseek(sigmoid: bool, latents: bool = True) -> Callable[[gguf.GGUFWriter], None]:
-    """As the converter writes DeepSeek's metadata; without `latents` as it did before 2025."""
+    """Write metadata as the converter writes DeepSeek's metadata; without `latents` as it did before 2025."""
 
     def more(writer: gguf.GGUFWriter) -> None:
         rank, plain, rotary, value = (LATENT[name] for name in LATENT_SIZES)

@@ -259,7 +259,7 @@ def test_each_family_refuses_by_name(family, values, named):
 
 
 def config_of(family: str, **values: object) -> DecoderConfig:
-    """A family's config.json with some values changed, as the engine reads it."""
+    """Return a family's config.json with some values changed, as the engine reads it."""
     class_name, shapes = FAMILIES[family]
     config = getattr(transformers, class_name)(**shapes).to_dict() | values
     return registry.config_of(config, registry.family(config))

@@ -34,13 +34,13 @@ def prompts_of(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[list[i
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def checkpoint(request, tmp_path_factory):
-    """(folder, transformers' model)"""
+    """Return (folder, transformers' model)"""
     model = make_model(request.param)
     return save(model, tmp_path_factory.mktemp(request.param)), model
 
 
 def check_greedy(model, prompts: list[list[int]], outputs: list[list[int]]) -> None:
-    """Every output is the one that transformers would have given."""
+    """Check that every output is the one that transformers would have given."""
     assert max(len(set(tokens)) for tokens in outputs) >= 8, "the model repeats itself: parity would prove little"
     for prompt, output in zip(prompts, outputs, strict=True):
         assert len(output) == NUM_TOKENS
@@ -93,7 +93,7 @@ def test_logits_agree_within_1e_4(checkpoint):
 
 
 def one_prompt(engine: Engine, prompt: list[int]) -> StepPlan:
-    """A step that computes a whole prompt in slot 0."""
+    """Return a step that computes a whole prompt in slot 0."""
     num_blocks = -(-len(prompt) // engine.capacity.block_size)
     updates = BlockUpdates([0] * num_blocks, list(range(num_blocks)), list(range(num_blocks)))
     return StepPlan(

@@ -78,7 +78,7 @@ def test_tokens_and_logprobs_are_transformers(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory) -> tuple[Any, Path]:
-    """(transformers' model, the folder of its checkpoint)."""
+    """Return (transformers' model, the folder of its checkpoint)."""
     model = model_of("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": False})
     return model, save(model, tmp_path_factory.mktemp("qwen"))
 
@@ -199,7 +199,8 @@ def test_weights_may_be_quantized_at_load(qwen):
 
 
 def divided(*rows: tuple[int, int, int], one_by_one: bool = False) -> list[tuple[list[int], int, bool, list[int]]]:
-    """Of rows (slot, start, tokens): the slots, the length, whether they are fresh, and the tokens of each piece."""
+    """Return, of rows (slot, start, tokens), the slots, the length, whether they are fresh, and the tokens of each
+    piece."""
     slots, starts, counts = (np.array(column) for column in zip(*rows, strict=True))
     bounds = np.concatenate(([0], np.cumsum(counts)))
     step = pieces_of(slots, starts, bounds, torch.device("cpu"), one_by_one=one_by_one)

@@ -82,12 +82,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_of(name: str) -> Any:
-    """transformers' model of a case."""
+    """Return transformers' model of a case."""
     return make_model(*CASES[name])
 
 
 def make_model(class_name: str, values: dict[str, Any]) -> Any:
-    """transformers' whole model with seeded random weights, eager attention, fp32."""
+    """Make transformers' whole model with seeded random weights, eager attention, fp32."""
     config = getattr(transformers, class_name)(**values, tie_word_embeddings=False)
     config._attn_implementation = "eager"
     torch.manual_seed(0)

@@ -71,7 +71,7 @@ def test_tokens_and_logprobs_are_transformers(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def arcee(tmp_path_factory) -> tuple[Any, Any]:
-    """(transformers' model, the folder of its checkpoint)."""
+    """Return (transformers' model, the folder of its checkpoint)."""
     model = model_of("ArceeConfig", EVEN)
     return model, save(model, tmp_path_factory.mktemp("arcee"))
 

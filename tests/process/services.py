@@ -22,13 +22,13 @@ def until_signal():
 
 
 def service(name: str, body: str, folder: Path, *, watchdog_s: float = 0.0) -> ChildSpec:
-    """A child that runs `body`; `note(text)` in it writes to the file that `notes` reads."""
+    """Return a child that runs `body`; `note(text)` in it writes to the file that `notes` reads."""
     program = f"LOG = {str(folder / 'notes')!r}\n{PREAMBLE}\n{body}"
     return ChildSpec(name, [sys.executable, "-u", "-c", program], dict(os.environ), None, watchdog_s)
 
 
 def steady(name: str, folder: Path, *, exit_code: int = 0) -> ChildSpec:
-    """Gets ready, waits for SIGTERM, notes it and ends."""
+    """Return a child that gets ready, waits for SIGTERM, notes it and ends."""
     body = f"""
 def stop(*_):
     note("{name} stopped")
@@ -43,7 +43,7 @@ while True:
 
 
 def notes(folder: Path) -> list[str]:
-    """What the services noted, in order."""
+    """Return what the services noted, in order."""
     path = folder / "notes"
     return path.read_text().splitlines() if path.exists() else []
 

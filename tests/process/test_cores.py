@@ -15,7 +15,7 @@ BOUND_TO = 16
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine on which this process is bound to 16 cores, in a control group below another."""
+    """Return a machine on which this process is bound to 16 cores, in a control group below another."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(BOUND_TO)))
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/pod/container\n")

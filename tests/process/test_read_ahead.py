@@ -12,7 +12,7 @@ from inferengine.process.system import read_ahead
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that the system was asked to read, whole."""
+    """Return the files that the system was asked to read, whole."""
     files: list[str] = []
 
     def advise(file: int, offset: int, length: int, advice: int) -> None:

@@ -89,7 +89,7 @@ class TestReload:
 
 
 def supervise(folder: Path, engine_body: str | None, *, hangup_stops: bool, then) -> tuple[int, RecordingView]:  # type: ignore[no-untyped-def]
-    """A supervisor that gets SIGHUP once its children are ready, and `then` something else."""
+    """Run a supervisor that gets SIGHUP once its children are ready, and `then` something else."""
     view = RecordingView()
 
     def when_ready(seconds: float) -> None:

@@ -141,7 +141,7 @@ def place() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def service(place: Path, command: str, stdout: int, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`inferengine COMMAND` with the embedded model and its output where the test wants it."""
+    """Run `inferengine COMMAND` with the embedded model and its output where the test wants it."""
     process = subprocess.Popen(
         [sys.executable, "-m", "inferengine.cli", command, "--speculation.method", "none", *flags],
         cwd=ROOT,

@@ -69,12 +69,13 @@ def _gptq(weight: QuantizedWeight, less: int = 1) -> Tensors:
 
 
 def _sorted_inputs(columns: int) -> torch.Tensor:
-    """The order in which a calibration might have taken the inputs: the same for all weights of as many."""
+    """Return the order in which a calibration might have taken the inputs: the same for all weights of as many."""
     return torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
 
 
 def _by_activation(weight: torch.Tensor) -> QuantizedWeight:
-    """INT4 in groups of sorted inputs, seen in the inputs' own order: every column has a scale of its own then."""
+    """Return INT4 weights in groups of sorted inputs, seen in the inputs' own order: every column has a scale of its
+    own then."""
     order = _sorted_inputs(weight.shape[1])
     made, back = int4_groups(weight[:, order], GROUP), torch.argsort(order)
     assert made.zeros is not None
@@ -83,7 +84,7 @@ def _by_activation(weight: torch.Tensor) -> QuantizedWeight:
 
 
 def _grouped(weight: QuantizedWeight) -> tuple[QuantizedWeight, torch.Tensor]:
-    """With a scale for each group again, and the group of each input."""
+    """Return the weight with a scale for each group again, and the group of each input."""
     assert weight.zeros is not None
     order = _sorted_inputs(weight.shape[1])
     scales, zeros = (values[:, order][:, ::GROUP].contiguous() for values in (weight.scales, weight.zeros))

@@ -20,7 +20,7 @@ WIDTHS = [(name, columns) for name in FORMATS for columns in (512, 96) if column
 
 
 def make(name: str, columns: int, device: torch.device | None = None) -> tuple[BlockWeight, torch.Tensor]:
-    """A weight in planes, and its numbers by the package."""
+    """Return a weight in planes, and its numbers by the package."""
     raw = random_blocks(name, ROWS, columns, seed=len(name) + columns)
     expected = torch.from_numpy(quants.dequantize(raw, GGMLQuantizationType[name]))
     codes = read_blocks(name, torch.from_numpy(raw))

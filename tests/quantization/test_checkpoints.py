@@ -86,7 +86,7 @@ def test_parts_of_one_projection_must_agree(tmp_path: Path) -> None:
 
 
 def mixed(named: str) -> dict[str, Any]:
-    """Groups of a checkpoint whose modules of one name are INT4, and all others FP8."""
+    """Return groups of a checkpoint whose modules of one name are INT4, and all others FP8."""
     groups = [LAYOUTS[layout][0]["config_groups"]["group_0"] for layout in ("compressed-int4", "compressed-fp8")]
     return {
         "group_0": {**groups[0], "format": "pack-quantized", "targets": [f"re:.*{named}$"]},

@@ -35,8 +35,8 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[s
 
 
 def write_codes(model: Any, folder: Path, layout: str) -> Any:
-    """A checkpoint whose products are codes of a layout, with a tensor for each expert as Qwen publishes them; the
-    model that it equals."""
+    """Write a checkpoint whose products are codes of a layout, with a tensor for each expert as Qwen publishes them;
+    the model that it equals."""
     values, to_codes, to_tensors = LAYOUTS[layout]
     tensors = load_file(save(model, folder) / "model.safetensors")
     for name in [name for name in tensors if re.search(r"(_proj(_with_mqa)?|\.w\d)\.weight", name)]:
@@ -55,7 +55,7 @@ def write_codes(model: Any, folder: Path, layout: str) -> Any:
 
 
 def write_mxfp4(model: Any, folder: Path) -> Any:
-    """A checkpoint as GPT-OSS is published; the model that it equals."""
+    """Write a checkpoint as GPT-OSS is published. Returns the model that it equals."""
     tensors, same = load_file(save(model, folder) / "model.safetensors"), copy.deepcopy(model)
     for name, parameter in same.named_parameters():
         if not name.endswith(("gate_up_proj", "down_proj")):

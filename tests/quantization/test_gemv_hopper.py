@@ -30,7 +30,7 @@ hopper = pytest.mark.skipif(not on_hopper(), reason="needs a CUDA device: Hopper
 
 
 def make_weight(scheme: str, rows: int, columns: int, device: torch.device):
-    """(what the kernel reads, the same as float32)"""
+    """Return (what the kernel reads, the same as float32)"""
     packed = pack(MADE[scheme](torch.randn(rows, columns, device=device) * 0.05)).weight
     if scheme == "int4":
         return packed, to_numbers(packed, torch.float32)
@@ -38,7 +38,7 @@ def make_weight(scheme: str, rows: int, columns: int, device: torch.device):
 
 
 def make_row(columns: int, device: torch.device) -> torch.Tensor:
-    """With numbers far above the rest, as activations have them, and a group of zeros."""
+    """Make a row with numbers far above the rest, as activations have them, and a group of zeros."""
     x = torch.randn(1, columns, device=device)
     x[0, 5::97] *= 300
     x[0, 128:256] = 0

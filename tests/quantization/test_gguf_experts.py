@@ -31,14 +31,14 @@ CPU = torch.device("cpu")
 
 
 def make(name: str, rows: int, columns: int) -> tuple[BlockWeight, torch.Tensor]:
-    """A weight in planes, and its numbers by the package."""
+    """Return a weight in planes, and its numbers by the package."""
     raw = random_blocks(name, rows, columns, seed=int(torch.randint(1 << 30, ())))
     expected = torch.from_numpy(quants.dequantize(raw, GGMLQuantizationType[name]))
     return read_blocks(name, torch.from_numpy(raw)), expected
 
 
 def moved(weight: ExpertBlocks, device: torch.device, first: int = 0, count: int = NUM_EXPERTS) -> ExpertBlocks:
-    """Some of the experts, on a device."""
+    """Return some of the experts, on a device."""
 
     def part(plane: torch.Tensor) -> torch.Tensor:
         return plane.unflatten(0, (NUM_EXPERTS, -1))[first : first + count].flatten(0, 1).to(device)
@@ -158,7 +158,8 @@ def test_mxfp4_blocks_are_the_packages_numbers() -> None:
 
 
 def projection(kinds: list[str], *, random: bool = False) -> Any:
-    """What takes the gates and ups of three experts [64, 256], of which gates are `kinds[0]` and ups `kinds[1]`."""
+    """Return what takes the gates and ups of three experts [64, 256], of which gates are `kinds[0]` and ups
+    `kinds[1]`."""
     with torch.device("meta"):
         module = ExpertLinear(256, [64, 64], 3, bias=False)
     found = {part: (f"experts.{part}", kinds[part % 2]) for part in range(6) if kinds[part % 2] != "F16"}

@@ -33,7 +33,7 @@ hopper = pytest.mark.skipif(not on_hopper(), reason="needs a CUDA device: Hopper
 
 
 def make_codes(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales by row, and the numbers that they stand for in float64."""
+    """Return codes, scales by row, and the numbers that they stand for in float64."""
     codes, scales = quantize_rows(torch.randn(rows, columns, device=device).bfloat16(), FP8)
     return codes, scales, codes.double() * scales.double()
 

@@ -26,7 +26,7 @@ def make_options(
     max_in_flight: int = 1,
     **options: Any,
 ) -> EngineOptions:
-    """One kind of engine: 16 tokens per block, prompts and outputs of up to 2,048 tokens."""
+    """Return one kind of engine: 16 tokens per block, prompts and outputs of up to 2,048 tokens."""
     profile = DeviceProfile(
         "test", cost, 16, num_blocks, max_num_seqs, max_num_batched_tokens=budget, max_model_len=2048
     )
@@ -39,7 +39,7 @@ def make_options(
 def make_arrival(
     uid: int, arrival_s: float = 0.0, prompt: int | Sequence[int] = 16, output: int = 4, **changes: Any
 ) -> Arrival:
-    """A request; `prompt` is token ids or a length of tokens that nobody else has."""
+    """Return a request; `prompt` is token ids or a length of tokens that nobody else has."""
     ids = range(uid << 12, (uid << 12) + prompt) if isinstance(prompt, int) else prompt
     return Arrival(uid, arrival_s, array("I", ids), output, seed=uid, **changes)
 
@@ -58,13 +58,14 @@ class Written:
 
 
 def make_workload(count: int, **options: Any) -> SyntheticWorkload:
-    """Short requests, unless `options` say otherwise."""
+    """Make short requests, unless `options` say otherwise."""
     values: dict[str, Any] = {"prompt_tokens": "uniform:16-64", "output_tokens": "uniform:4-32", "max_tokens": 2048}
     return SyntheticWorkload(WorkloadOptions(count, **{**values, **options}))
 
 
 def run(fleet: Fleet) -> dict[str, Any]:
-    """The report of a run whose books must balance: one terminal event for each request, no block left behind."""
+    """Return the report of a run whose books must balance: one terminal event for each request, no block left
+    behind."""
     report = fleet.run()
     recorder = fleet.recorder
     assert recorder.num_terminal == recorder.num_submitted

@@ -34,7 +34,7 @@ def test_more_engines_serve_proportionally_more() -> None:
 
 
 def skewed_arrivals() -> Written:
-    """Every fourth request is long: round robin over four engines gives them all to the same one."""
+    """Make every fourth request long: round robin over four engines gives them all to the same one."""
     sizes = [(1500, 60) if i % 4 == 0 else (32, 8) for i in range(240)]
     return Written(*(make_arrival(i + 1, 0.06 * i, prompt, output) for i, (prompt, output) in enumerate(sizes)))
 

@@ -19,7 +19,7 @@ from tests.simulation.builders import make_options
 
 
 def options() -> EngineOptions:
-    """Engines that serve the traces' prompts."""
+    """Return options of engines that serve the traces' prompts."""
     made = make_options(num_blocks=6000, max_num_seqs=32, budget=2048)
     return made._replace(limits=made.limits.__class__(1 << 20, 96_000, 10_000, 10**9))
 
@@ -29,7 +29,7 @@ def make_trace(name: str, *, num_engines: int = 2, load: float = 0.1, seed: int 
 
 
 def all_requests(trace: Trace) -> list[TraceRequest]:
-    """Every request, if each is answered at once."""
+    """Return every request, if each is answered at once."""
     found: list[TraceRequest] = []
     for request in trace.arrivals():
         following: TraceRequest | None = request
@@ -142,7 +142,7 @@ def test_the_published_policy_follows_the_tree_until_the_loads_are_unequal() -> 
 
 
 def hit_rate(choice: str, **options_: object) -> float:
-    """Of conversations with pauses, through four front ends."""
+    """Return the hit rate of conversations with pauses, through four front ends."""
     trace = make_trace("agents", num_engines=24, load=0.4)
     fleet = LightFleet(options(), trace, num_engines=24, choice=choice, num_front_ends=4, **options_)  # type: ignore[arg-type]
     fleet.run()

@@ -33,8 +33,8 @@ class Vocabulary:
         )
 
     def generate(self, spec: GrammarSpec, seed: int, *, max_tokens: int = 4000) -> str:
-        """The text that a random model gives under a grammar. Half of the draws prefer the end where it is allowed, so
-        that outputs without a bound of their own come to one."""
+        """Return the text that a random model gives under a grammar. Half of the draws prefer the end where it is
+        allowed, so that outputs without a bound of their own come to one."""
         draw = random.Random(seed)
         matcher = self.compiler.compile(spec)
         mask = bytearray(4 * -(-self.size // 32))

@@ -11,18 +11,18 @@ Body = dict[str, Any]
 
 
 def hostile(draw: random.Random) -> Body:
-    """Fields of a completion. The same draw gives the same."""
+    """Return fields of a completion. The same draw gives the same."""
     return draw.choice(_KINDS)(draw)
 
 
 def patterns_of_everything(draw: random.Random) -> Body:
-    """Grows exponentially while it is compiled."""
+    """Return a grammar that grows exponentially while it is compiled."""
     first, count = draw.randrange(10, 900), draw.randrange(10, 120)
     return {"guided_json": {"type": "string", "allOf": [{"pattern": f".*{first + i}.*"} for i in range(count)]}}
 
 
 def exponential_states(draw: random.Random) -> Body:
-    """Has more states than memory; each token makes new ones."""
+    """Return a grammar with more states than memory; each token makes new ones."""
     length = draw.randrange(10, 80)
     parts = [f".*{letter}.{{{length + place}}}{letter}" for place, letter in enumerate(draw.sample("abcdefgh", 3))]
     return {"guided_regex": f"({'|'.join(parts)})+"}
@@ -72,7 +72,7 @@ def huge(draw: random.Random) -> Body:
 
 
 def contradictory(draw: random.Random) -> Body:
-    """Fields that leave no token together, now or later."""
+    """Return fields that together leave no token, now or later."""
     word = draw.choice(["a", "b", "cat"])
     return draw.choice(
         [

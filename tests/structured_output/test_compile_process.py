@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def of_everything(first: int) -> GrammarSpec:
-    """Grows exponentially while it is compiled, and takes gigabytes."""
+    """Return a grammar that grows exponentially while it is compiled, and takes gigabytes."""
     patterns = [{"pattern": f".*{first + number}.*"} for number in range(100)]
     return GrammarSpec("json_schema", json.dumps({"type": "string", "allOf": patterns}))
 
@@ -185,7 +185,7 @@ def test_what_is_tried_again_goes_to_the_new_process(monkeypatch: pytest.MonkeyP
                 wait_until(lambda: len(processes) == 2)
 
         def flush(self) -> None:
-            """Nothing is kept back."""
+            """Do nothing: nothing is kept back."""
 
         def close(self) -> None:
             if self.is_first:

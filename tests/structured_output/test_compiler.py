@@ -82,7 +82,7 @@ def test_a_hostile_schema_is_compiled_or_refused_while_others_run(vocabulary: Vo
 
 
 def chained(wrap: str, length: int) -> str:
-    """A schema of definitions each of which names the next one."""
+    """Return a schema of definitions each of which names the next one."""
     definitions = {f"a{number}": json.loads(wrap % f"#/$defs/a{number + 1}") for number in range(length)}
     return json.dumps({"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{length}": {"type": "string"}}})
 

@@ -24,7 +24,7 @@ def vocabulary() -> Iterator[Vocabulary]:
 
 
 def lexers(matchers: list[TokenMatcher]) -> list[int]:
-    """How many of the matchers have each of the lexers."""
+    """Return how many of the matchers have each of the lexers."""
     found = [matcher.lexer for matcher in matchers]
     return sorted(found.count(lexer) for lexer in set(found))
 

@@ -85,11 +85,11 @@ class Machine:
         return ran.stdout
 
     def show(self, unit: str, name: str) -> str:
-        """One property of a unit."""
+        """Return one property of a unit."""
         return self.run("systemctl", "show", "--value", "--property", name, unit).strip()
 
     def journal(self, unit: str = "") -> str:
-        """Its last lines, of one unit or of all."""
+        """Return the journal's last lines, of one unit or of all."""
         ran = subprocess.run(
             [
                 "nsenter",
@@ -134,7 +134,7 @@ class Machine:
 
 
 def _cgroup_root() -> Path:
-    """The cgroup2 mount: alone, or beside version 1."""
+    """Return the cgroup2 mount: alone, or beside version 1."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, place, kind, *_ = line.split()
         if kind == "cgroup2":

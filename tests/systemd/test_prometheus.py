@@ -22,7 +22,7 @@ def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def queries() -> dict[str, str]:
-    """By panel and number, the dashboard's queries with its variables filled in."""
+    """Return, by panel and number, the dashboard's queries with its variables filled in."""
     dashboard = json.loads((FOLDER / "grafana" / "inferengine.json").read_text())
     return {
         f"{panel['title']} {number}": target["expr"]

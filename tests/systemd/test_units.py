@@ -28,7 +28,7 @@ needs_analyze = pytest.mark.skipif(
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """The units as they are installed for the interpreter of this test."""
+    """Return the units as they are installed for the interpreter of this test."""
     for file in units(data_folder(), this_install()):
         if (path := Path(file.path)).parent.name == "system":
             (tmp_path / path.name).write_text(file.text)
@@ -99,7 +99,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def answers(machine: Machine) -> bool:
-    """Whether a completion comes back; waits through restarts."""
+    """Return whether a completion comes back; waits through restarts."""
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": 16})
     ask = ("curl", "-sS", "-H", "Content-Type: application/json", "-d", body, "http://127.0.0.1:8000/v1/completions")
     machine.wait_for(lambda: '"completion_tokens":16' in machine.run(*ask, check=False), 180)

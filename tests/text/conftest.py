@@ -13,7 +13,7 @@ def any_tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 @pytest.fixture(scope="session", params=[byte_level, sentencepiece], ids=lambda make: make.__name__)
 def byte_exact_tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    """Those that can spell every text."""
+    """Yield the tokenizers that can spell every text."""
     return load(request.param())
 
 

@@ -133,7 +133,7 @@ AS_TEXT, AS_PARTS = {"deepseek"}, {"parts"}  # what these styles want the argume
 
 
 def _as_its_user_would(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation in the form that a template wants, as transformers is given it."""
+    """Return a conversation in the form that a template wants, as transformers is given it."""
     wanted = copy.deepcopy(messages)
     if name == "kimi":  # results follow in the order of the calls
         calls = [call for message in wanted for call in message.get("tool_calls", ())]
@@ -375,7 +375,7 @@ def test_typed_text_parts_become_one_string() -> None:
 
 
 def called_with(arguments: Any) -> list[dict[str, Any]]:
-    """An assistant's message that calls a tool with these arguments."""
+    """Return an assistant's message that calls a tool with these arguments."""
     return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
 
 

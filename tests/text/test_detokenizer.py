@@ -92,7 +92,7 @@ def test_bytes_that_never_become_text_cannot_grow_the_window() -> None:
 
 
 def feed(matcher: StopStringFinder, pieces: list[str]) -> tuple[str, str | None, list[str]]:
-    """Text shown, stop found, and what was shown after each piece."""
+    """Return the text shown, the stop found, and what was shown after each piece."""
     steps: list[str] = []
     for piece in pieces:
         text, stop = matcher.push(piece)

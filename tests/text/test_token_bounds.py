@@ -31,7 +31,7 @@ ALPHABETS = (
 
 
 def split_by(pattern: str, *, normalizer: normalizers.Normalizer | None = None) -> FastTokenizer:
-    """A byte-level vocabulary whose words are found by this expression."""
+    """Return a byte-level vocabulary whose words are found by this expression."""
     fast = byte_level()
     fast.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -45,7 +45,7 @@ def split_by(pattern: str, *, normalizer: normalizers.Normalizer | None = None) 
 
 
 def framed() -> FastTokenizer:
-    """Special tokens before and after every text."""
+    """Return a tokenizer with special tokens before and after every text."""
     fast = byte_level()
     fast.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     return fast
@@ -78,7 +78,7 @@ def texts(seed: int, count: int, most: int) -> list[str]:
 
 
 def whole(tokenizer: Tokenizer, text: str) -> list[int]:
-    """What the library makes of it in one go."""
+    """Return what the library makes of the text in one go."""
     ids: list[int] = tokenizer._fast.encode(text).ids
     return ids
 

@@ -241,7 +241,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 
 def cuts(text: str) -> list[list[str]]:
-    """The text whole, by characters, and cut at random places."""
+    """Return the text whole, by characters, and cut at random places."""
     draw = random.Random(text)
     ways = [[text], list(text)]
     for _ in range(8):

@@ -26,7 +26,8 @@ def byte_level() -> FastTokenizer:
 
 
 def sentencepiece() -> FastTokenizer:
-    """Like Llama 2 and Mistral: spaces as U+2581, bytes that the vocabulary lacks as <0xNN>."""
+    """Return a tokenizer like those of Llama 2 and Mistral: spaces as U+2581, bytes that the vocabulary lacks as
+    <0xNN>."""
     letters = sorted({letter for text in SENTENCES[:2] for letter in text.replace(" ", "▁")} | {"▁"})
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     fast = FastTokenizer(

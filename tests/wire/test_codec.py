@@ -26,7 +26,7 @@ def error_of(frames: list[bytes]) -> messages.WireError:
 
 
 def check_decodes_or_refuses(frames: list[bytes]) -> None:
-    """The only two things that decoding may do; and every refusal can be sent as a REJECT."""
+    """Check the only two things that decoding may do; and that every refusal can be sent as a REJECT."""
     refusal: messages.WireError | None = None
     try:
         message = messages.decode(frames)

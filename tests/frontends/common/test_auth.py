@@ -22,7 +22,7 @@ from inferengine.errors import ConfigError, InferEngineError
 
 
 def write(folder: Path, *entries: str) -> None:
-    """As an editor or a tool does that lets nobody see half a file."""
+    """Write as an editor or a tool does that lets nobody see half a file."""
     (folder / "keys.new").write_text("\n".join(entries))
     (folder / "keys.new").replace(folder / "keys.toml")
 

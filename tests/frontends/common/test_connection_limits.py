@@ -57,7 +57,7 @@ class House:
         self.connections = ConnectionTracker(limits, self.refusals, lambda: self.now)
 
     def come(self, address: str = "127.0.0.1", *, phase: int = IDLE, waiting: int = 0) -> TrackedConnection:
-        """One more, which does this from now on."""
+        """Add a connection, which does this from now on."""
         connection = self.connections.admit((address, 1))
         transport = Transport()
         connection.answer = lambda error: setattr(transport, "said", error)
@@ -67,7 +67,7 @@ class House:
         return connection
 
     def after(self, seconds: float) -> None:
-        """The clock goes on, with a sweep a second."""
+        """Advance the clock, with a sweep a second."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + 1.0)
@@ -275,7 +275,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
-    """Answers when it has the body, and `/slow` never."""
+    """Answer when the body is there, and `/slow` never."""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -325,14 +325,14 @@ OPENAI, ANTHROPIC, OLLAMA = ("/v1/chat/completions", "/v1/messages", "/api/chat"
 
 
 def whole(answer: bytes) -> tuple[int, dict[str, str], Any]:
-    """Status, headers and document of an answer."""
+    """Return status, headers and document of an answer."""
     head, _, body = answer.partition(b"\r\n\r\n")
     first, *lines = head.decode().split("\r\n")
     return int(first.split()[1]), dict(line.split(": ", 1) for line in lines), json.loads(body)
 
 
 def check_shape(path: str, answer: bytes, status: int, code: str) -> None:
-    """The answer is an error as this path's API writes them."""
+    """Check that the answer is an error as this path's API writes them."""
     found, headers, document = whole(answer)
     assert found == status
     assert headers["content-type"] == "application/json"
@@ -396,7 +396,7 @@ def test_a_request_above_the_limit_is_refused_in_the_shape_of_its_api(path: str)
 
 
 async def sent(port: int, request: bytes) -> bytes:
-    """What the server answers before it closes the connection."""
+    """Return what the server answers before it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
     async with asyncio.timeout(30):

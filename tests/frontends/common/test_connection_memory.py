@@ -25,7 +25,7 @@ HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[int]:
-    """A server that keeps idle connections for an hour, as the front ends' uvicorn does for a day."""
+    """Yield a server that keeps idle connections for an hour, as the front ends' uvicorn does for a day."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         application, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1, timeout_keep_alive=3600

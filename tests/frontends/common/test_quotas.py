@@ -20,7 +20,7 @@ class Clock:
 
 
 def wait_of(quotas: Quotas, key: ApiKey) -> int | None:
-    """Retry-After of a request that is refused, None for one that is admitted."""
+    """Return Retry-After of a request that is refused, None for one that is admitted."""
     try:
         with quotas.request(key):
             return None

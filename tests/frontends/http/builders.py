@@ -38,7 +38,7 @@ def prompt_of(house: House) -> str:
 
 
 def says(text: str, **script: Any) -> Callable[[Submit, int], Script]:
-    """Whatever is asked, the engine answers this."""
+    """Return a script with which the engine answers this, whatever is asked."""
     return lambda submit, choice: Script(ids(text), **script)
 
 
@@ -110,13 +110,13 @@ class House:
         return self.http.post(path, content=json.dumps(body))
 
     def complete(self, **body: Any) -> dict[str, Any]:
-        """A completion that succeeds, as a document."""
+        """Ask for a completion, which must succeed, and return the document."""
         response = self.post("/v1/completions", **{"prompt": "say", **body})
         assert response.status_code == 200, response.text
         return dict(response.json())
 
     def stream(self, path: str = "/v1/completions", **body: Any) -> list[Any]:
-        """The events of a stream: JSON documents, and the string [DONE]."""
+        """Return the events of a stream: JSON documents, and the string [DONE]."""
         response = self.post(path, **{**({} if "messages" in body else {"prompt": "say"}), "stream": True, **body})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -144,7 +144,7 @@ def events(text: str) -> list[Any]:
 
 
 def text_of(documents: list[Any], index: int = 0) -> str:
-    """The text of one choice, put together from a stream's events."""
+    """Return the text of one choice, put together from a stream's events."""
     parts = []
     for document in documents:
         for choice in document["choices"] if isinstance(document, dict) else ():

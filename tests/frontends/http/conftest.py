@@ -26,7 +26,7 @@ def served(shared_house: House) -> House:
 
 @pytest.fixture(scope="module")
 def thinker() -> Iterator[House]:
-    """A front end that reads reasoning between <think> marks."""
+    """Yield a front end that reads reasoning between <think> marks."""
     with house(http={"reasoning_parser": "think"}) as built:
         yield built
 

@@ -29,7 +29,7 @@ class Embedded:
         return self.http.post(path, content=json.dumps(body))
 
     def ask(self, path: str, **body: Any) -> dict[str, Any]:
-        """A request that succeeds."""
+        """Send a request, which must succeed, and return its document."""
         response = self.post(path, **body)
         assert response.status_code == 200, response.text
         return dict(response.json())
@@ -42,7 +42,8 @@ class Embedded:
 
 @contextmanager
 def embedded_model(folder: str, **sections: Any) -> Iterator[Embedded]:
-    """One torch thread: tests share their machine. No draft tokens: what comes in a frame is what a step gave."""
+    """Serve the embedded model with one torch thread: tests share their machine. No draft tokens: what comes in a frame
+    is what a step gave."""
     quiet = {"engine": {"threads": 1}, "model": {"max_model_len": 1024}, "cache": {"num_blocks": 256}}
     sections = {**quiet, "speculation": {"method": "none"}, **sections}
     config = make_config(folder, **sections)

@@ -29,7 +29,7 @@ class Reader:
         return bool(self.events) and self.events[-1].data == "[DONE]"
 
     def texts(self) -> dict[int, str]:
-        """The text of each choice."""
+        """Return the text of each choice."""
         texts: dict[int, str] = {}
         for event in self.events:
             for choice in event.data["choices"] if isinstance(event.data, dict) else ():
@@ -46,7 +46,8 @@ class Reader:
         )
 
     async def read(self, http: httpx.AsyncClient, most_events: int | None = None) -> None:
-        """POST, or GET from the last id on, until the end, `most_events` further ones, or the connection's loss."""
+        """Read by POST, or GET from the last id on, until the end, `most_events` further ones, or the connection's
+        loss."""
         if self.last_event_id is None:
             request = http.stream("POST", self.path, content=json.dumps(self.body), headers=_JSON)
         else:

@@ -76,7 +76,8 @@ def series(text: str) -> set[str]:
 
 
 def asked_for(expression: str) -> set[str]:
-    """The series of a PromQL expression: of ours, all have a colon or an underscore and no bracket behind them."""
+    """Return the series of a PromQL expression: of ours, all have a colon or an underscore and no bracket behind
+    them."""
     bare = re.sub(r'"[^"]*"|\{[^}]*\}|\[[^]]*\]|by \([^)]*\)', " ", expression)
     return {name for name in re.findall(r"[a-z][a-z0-9_:]*", bare) if "_" in name and name != "histogram_quantile"}
 
@@ -98,7 +99,7 @@ def engine(port: int) -> Iterator[EngineService]:
 
 @pytest.fixture(scope="module")
 def text(engine: EngineService) -> Iterator[str]:
-    """/metrics of an HTTP front end after some requests, one of them refused."""
+    """Yield /metrics of an HTTP front end after some requests, one of them refused."""
     front = FrontEnd(engine.config)
     try:
         with httpx.Client(base_url=front.url, headers=HEADERS, timeout=30) as http:

@@ -58,7 +58,7 @@ def serve(**service: Any) -> Iterator[Served]:
 
 @contextmanager
 def serve_held(capacity: Capacity | None = None, **sections: Any) -> Iterator[tuple[Served, HeldExecutor]]:
-    """As `serve`, with a device whose steps end when the test lets them."""
+    """Serve as `serve` does, with a device whose steps end when the test lets them."""
     device = HeldExecutor(capacity)
     with serve(build=lambda: device, **sections) as served:
         try:
@@ -68,7 +68,7 @@ def serve_held(capacity: Capacity | None = None, **sections: Any) -> Iterator[tu
 
 
 async def opened(service: HttpState) -> bool:
-    """Whether the engine is there at the moment when a new front end opens its door."""
+    """Return whether the engine is there at the moment when a new front end opens its door."""
     asked: asyncio.Queue[Any] = asyncio.Queue()
     answered: asyncio.Queue[Any] = asyncio.Queue()
     scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}

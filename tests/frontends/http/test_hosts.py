@@ -24,7 +24,7 @@ def test_without_keys_a_rebound_name_is_refused_on_every_path(served: House, pat
 
 
 def with_two_hosts(built: House, method: str, path: str, second: str = "evil.example") -> tuple[int, str]:
-    """The status and code of the answer to a request with two Host headers."""
+    """Return the status and code of the answer to a request with two Host headers."""
     connection = http.client.HTTPConnection("127.0.0.1", built.http.base_url.port or 0, timeout=60)
     with contextlib.closing(connection):
         connection.putrequest(method, path, skip_host=True)

@@ -20,7 +20,7 @@ STEP_S = 0.01
 
 
 def bodies() -> list[tuple[str, dict[str, Any]]]:
-    """Completions and chats, some of several choices, some that a stop string ends."""
+    """Return completions and chats, some of several choices, some that a stop string ends."""
     made = []
     for number in range(NUM_STREAMS):
         more: dict[str, Any] = {"seed": number, "ignore_eos": True, "max_tokens": 60 + number % 40}
@@ -51,7 +51,7 @@ def whole_texts(port: int) -> list[dict[int, str]]:
 
 
 def killed_in_the_middle(engine: EngineService, first: Process, second: Process) -> list[Reader]:
-    """Reads all streams through `first`, kills it when half the tokens are there, and reads on through `second`."""
+    """Read all streams through `first`, kill it when half the tokens are there, and read on through `second`."""
     readers = [Reader(path, body) for path, body in bodies()]
 
     async def read() -> None:

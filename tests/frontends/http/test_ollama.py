@@ -22,7 +22,7 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 
 def ask(house: House, path: str = "/api/chat", **body: Any) -> dict[str, Any]:
-    """A whole answer."""
+    """Ask for a whole answer."""
     body = {"model": "tiny", "stream": False, **({"messages": HELLO} if path == "/api/chat" else {}), **body}
     response = house.post(path, **body)
     assert response.status_code == 200, response.text
@@ -30,7 +30,7 @@ def ask(house: House, path: str = "/api/chat", **body: Any) -> dict[str, Any]:
 
 
 def lines(house: House, path: str = "/api/chat", **body: Any) -> list[dict[str, Any]]:
-    """A streamed answer, which is the default."""
+    """Ask for a streamed answer, which is the default."""
     body = {"model": "tiny", **({"messages": HELLO} if path == "/api/chat" else {}), **body}
     response = house.post(path, **body)
     assert response.status_code == 200, response.text

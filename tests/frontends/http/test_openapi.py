@@ -71,7 +71,7 @@ WITH: dict[str, dict[str, Any]] = {
 
 
 def beside(path: str, name: str) -> dict[str, Any]:
-    """What a field needs beside it. A completion of no tokens at all is for its echo."""
+    """Return what a field needs beside it. A completion of no tokens at all is for its echo."""
     return {"echo": True} if (path, name) == ("/v1/completions", "max_tokens") else WITH.get(name, {})
 
 
@@ -99,7 +99,7 @@ REFUSALS: dict[str, list[dict[str, Any]]] = {
 
 
 def edges(field: Field) -> list[tuple[Any, bool]]:
-    """Values at the ends of a range, and just outside, with whether they may be sent."""
+    """Return the values at the ends of a range, and just outside, with whether they may be sent."""
     schema = field.schema
     if schema.get("type") not in ("number", "integer"):
         return []
@@ -115,7 +115,7 @@ def edges(field: Field) -> list[tuple[Any, bool]]:
 
 
 def at_fault(response: httpx.Response) -> str:
-    """The field that an error is about, or its message; Ollama's errors are a message."""
+    """Return the field that an error is about, or its message; Ollama's errors are a message."""
     error = response.json()["error"]
     return str(error if isinstance(error, str) else error.get("param") or error["message"])
 
@@ -150,7 +150,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(served: House, path: str, 
 
 @functools.cache
 def validator(path: str) -> jsonschema.Draft202012Validator:
-    """Of the bodies of a route."""
+    """Return the validator of the bodies of a route."""
     return jsonschema.Draft202012Validator(body_schema(TABLES[path]))
 
 
@@ -188,7 +188,7 @@ def test_every_error_has_the_published_shape(served: House) -> None:
 
 
 def answer_validator(document: dict[str, Any], method: str, path: str, kind: str) -> jsonschema.Draft202012Validator:
-    """Of what a route answers with, by the document."""
+    """Return the validator of what a route answers with, by the document."""
     schema = document["paths"][path][method.lower()]["responses"]["200"]["content"][kind]["schema"]
     return jsonschema.Draft202012Validator({**schema, "components": document["components"]})
 
@@ -285,7 +285,7 @@ def test_the_table_has_every_field_that_is_read() -> None:
 
 
 def values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Values that a schema of the table takes."""
+    """Return the values that a schema of the table takes."""
     if "anyOf" in schema:
         return st.one_of(*map(values, schema["anyOf"]))
     if "enum" in schema:
@@ -417,7 +417,7 @@ def test_the_page_names_a_test_of_every_field(name: str) -> None:
 
 
 def refusals(path: str, field: Field) -> list[dict[str, Any]]:
-    """Bodies that are refused because of a field."""
+    """Return bodies that are refused because of a field."""
     wrong = next(value for value in ([[{}]], {"no": {"such": 1}}, 7.5, True) if not _fits(value, field.schema))
     values = [value for value, good in edges(field) if not good]
     bodies = [{**WITH.get(field.name, {}), field.name: value} for value in [*values, wrong]]

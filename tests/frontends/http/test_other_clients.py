@@ -24,7 +24,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 
 
 def answers(embedded: Embedded, client: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What that client got, and what the same request gives over plain HTTP."""
+    """Return what that client got, and what the same request gives over plain HTTP."""
     if importlib.util.find_spec(client) is None:
         pytest.skip(f"clients: no {client}: pip install 'inferengine[clients]'")
     model = embedded.http.get("/v1/models").json()["data"][0]["id"]
@@ -75,7 +75,7 @@ def ran(embedded: Embedded, *command: str, **environment: str) -> dict[str, Any]
 
 
 def check_ollama(embedded: Embedded, got: dict[str, Any]) -> None:
-    """What both of Ollama's clients got is what plain HTTP gives."""
+    """Check that both of Ollama's clients got what plain HTTP gives."""
     plain = embedded.ask("/v1/chat/completions", messages=CHAT, max_tokens=24, **OLLAMA)
     prompt = "Once upon a time"
     continued = embedded.ask("/v1/completions", prompt=prompt, max_tokens=24, **OLLAMA)

@@ -51,7 +51,7 @@ class Process:
         return False
 
     def refuses(self) -> bool:
-        """Whether nobody listens any more."""
+        """Return whether nobody listens any more."""
         try:
             socket.create_connection(("127.0.0.1", self.port)).close()
         except ConnectionRefusedError:
@@ -59,7 +59,7 @@ class Process:
         return False
 
     def end(self) -> str:
-        """Its log, once it has ended."""
+        """Wait for the end, and return its log."""
         self.http.close()
         if self.popen.poll() is None:
             self.popen.kill()
@@ -87,7 +87,7 @@ def address() -> Iterator[str]:
 def streaming(
     address: str, script: Callable[[Submit, int], Script], *flags: str
 ) -> Iterator[tuple[Process, socket.socket, ScriptedEngine]]:
-    """A front end in the middle of a stream."""
+    """Yield a front end in the middle of a stream."""
     with (
         ScriptedEngine(address, script) as engine,
         process(address, *flags) as running,
@@ -98,7 +98,7 @@ def streaming(
 
 
 def read_events(connection: socket.socket) -> list[object]:
-    """The rest of a chunked answer, as events."""
+    """Return the rest of a chunked answer, as events."""
     data = b""
     while b"0\r\n\r\n" not in data[-7:]:
         part = connection.recv(65536)

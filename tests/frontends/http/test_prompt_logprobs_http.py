@@ -20,7 +20,7 @@ def complete(embedded: Embedded, **body: Any) -> list[dict[str, Any]]:
 
 
 def scheduled_tokens(embedded: Embedded) -> int:
-    """What the engine has computed since its start."""
+    """Return what the engine has computed since its start."""
     assert embedded.engine.core is not None
     return embedded.engine.core.scheduler.stats.num_scheduled_tokens
 
@@ -124,7 +124,7 @@ def test_an_answer_written_beside_the_event_loop_is_the_same(
 
 
 def rounded(value: Any) -> Any:
-    """Without the last digits of numbers: they depend on which requests a step computes together."""
+    """Return the value without the last digits of numbers: they depend on which requests a step computes together."""
     if isinstance(value, float):
         return round(value, 3) + 0.0
     if isinstance(value, dict):

@@ -39,7 +39,7 @@ def running(name: str, port: int, *flags: str) -> Iterator[subprocess.Popen[byte
 
 
 def answer(url: str, verify: ssl.SSLContext | bool = True, headers: dict[str, str] | None = None) -> httpx.Response:
-    """The first answer of a process that is starting."""
+    """Return the first answer of a process that is starting."""
     deadline = time.monotonic() + WAIT_S
     while True:
         try:

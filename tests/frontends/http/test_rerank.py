@@ -92,7 +92,7 @@ def reranker_files() -> dict[str, bytes]:
 
 
 def judge(submit: Submit, choice: int) -> Script:
-    """Says yes to what has a cat in it. To a mat it says no so surely that yes is not among the likeliest."""
+    """Say yes to what has a cat in it. To a mat say no so surely that yes is not among the likeliest."""
     prompt = Tokenizer.from_files(reranker_files()).decode(array("I", submit.prompt or b"").tolist())
     allowed = dict(submit.params)["allowed_token_ids"]
     if len(allowed) == 1:

@@ -78,7 +78,7 @@ class Line:
         self.running = asyncio.ensure_future(relay.run())
 
     async def feed(self, token_ids: list[int], size: int = 1) -> None:
-        """As steps bring them, `size` at a time."""
+        """Feed tokens as steps bring them, `size` at a time."""
         for place in range(0, len(token_ids), size):
             self.collector.add_tokens(token_ids[place : place + size])
             await asyncio.sleep(0)

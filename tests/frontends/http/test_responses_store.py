@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def store_in(path: Path | None, **limits: Any) -> Iterator[ResponseStore]:
-    """The store of one worker."""
+    """Yield the store of one worker."""
     store = ResponseStore(path, **limits)
     try:
         yield store
@@ -51,7 +51,7 @@ def response(number: int, size: int = 0, tenant: str = "", **values: Any) -> Sto
 
 
 async def kept(store: ResponseStore, number: int, tenant: str = "") -> bool:
-    """Whether this worker finds it."""
+    """Return whether this worker finds it."""
     try:
         return bool(await store.get(f"r{number}", tenant))
     except InferEngineError:

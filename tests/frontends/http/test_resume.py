@@ -37,7 +37,7 @@ class TwoFronts:
         self._whole: dict[str, dict[int, str]] = {}
 
     def whole(self, path: str, body: dict[str, Any]) -> dict[int, str]:
-        """The texts of an undisturbed request, which has a seed: asked for once."""
+        """Return the texts of an undisturbed request, which has a seed: asked for once."""
         request = json.dumps([path, body])
         if request not in self._whole:
             answer = httpx.post(self.urls[0] + path, json=body, timeout=30).json()
@@ -48,7 +48,7 @@ class TwoFronts:
         return self._whole[request]
 
     def interrupted(self, path: str, body: dict[str, Any], cuts: list[int]) -> Reader:
-        """The same request, with a new connection to the other front end after so many events each time."""
+        """Read the same request, with a new connection to the other front end after so many events each time."""
         reader = Reader(path, body)
 
         async def read() -> None:
@@ -188,7 +188,7 @@ def test_a_client_that_leaves_a_request_of_no_id_still_cancels_it(served: House)
 
 
 def _data(blocks: list[str]) -> list[Any]:
-    """The choices of each event: what two connections must agree on."""
+    """Return the choices of each event: what two connections must agree on."""
     lines = [line.removeprefix("data: ") for block in blocks for line in block.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line)["choices"] for line in lines]
 
@@ -206,10 +206,10 @@ class UnansweredRequest:
         return Accept(self.id, 0)
 
     def on_output(self, callback: Callable[[], None]) -> None:
-        """Never."""
+        """Never call it."""
 
     def leave(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["before it reads", "while it waits"])

@@ -34,7 +34,7 @@ def served() -> Iterator[Served]:
 
 
 def tasks(served: Served) -> int:
-    """Of the front end's event loop."""
+    """Return the tasks of the front end's event loop."""
     found: list[int] = []
     done = threading.Event()
 
@@ -53,7 +53,7 @@ def open_files() -> int:
 
 
 def one_life(port: int, draw: random.Random) -> None:
-    """Connects, asks, and leaves: in the middle of its request, of the answer, politely or not."""
+    """Connect, ask, and leave: in the middle of its request, of the answer, politely or not."""
     with open_request(port, "/v1/completions", **LONG) as connection:
         if draw.random() < 0.5:
             connection.recv(1 + draw.randrange(2000))

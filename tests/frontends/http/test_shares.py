@@ -20,7 +20,7 @@ OTHER = "127.0.0.2"
 
 
 def client_at(address: str, url: str) -> httpx.Client:
-    """A client that connects from this address of the machine."""
+    """Return a client that connects from this address of the machine."""
     limits = httpx.Limits(max_connections=64)
     transport = httpx.HTTPTransport(local_address=address, limits=limits)
     return httpx.Client(base_url=url, timeout=60.0, headers=HEADERS, transport=transport)

@@ -56,7 +56,7 @@ def told(embedded: Embedded, condition: Callable[[dict[str, Any]], bool]) -> dic
 
 
 def settled(embedded: Embedded) -> dict[str, Any]:
-    """The figures once three readings agree: the steps of earlier requests are in them."""
+    """Return the statistics once three readings agree: the steps of earlier requests are in them."""
     readings: list[dict[str, Any]] = []
 
     def agree(figures: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ def finished(embedded: Embedded) -> dict[str, int]:
 
 
 def stop_string(embedded: Embedded) -> tuple[str, int]:
-    """Some characters of the model's own output, and how much of its prompt is cached from now on."""
+    """Return some characters of the model's own output, and how much of its prompt is cached from now on."""
     embedded.ask("/v1/completions", **ASKED)
     whole = embedded.ask("/v1/completions", **ASKED)
     cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]

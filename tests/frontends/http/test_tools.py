@@ -32,7 +32,7 @@ TWO_CALLS = (
 
 
 def writes(text: str, **script: Any) -> Callable[[Submit, int], Script]:
-    """The model writes this and stops."""
+    """Return a script with which the model writes this and stops."""
     return lambda submit, choice: Script([*ids(text), EOS], reason="stop", **script)
 
 
@@ -44,7 +44,7 @@ def chat(house: House | Embedded, **body: Any) -> dict[str, Any]:
 
 
 def joined(documents: list[Any], index: int = 0) -> dict[str, Any]:
-    """One choice of a stream, put together as the clients do."""
+    """Return one choice of a stream, put together as the clients do."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": [], "finish_reason": None}
     for document in documents:
         for choice in document["choices"] if isinstance(document, dict) else ():

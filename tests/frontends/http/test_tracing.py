@@ -42,7 +42,7 @@ class Traced:
         return self.http.post(path, content=json.dumps(body), headers=headers)
 
     def spans(self, count: int) -> list[ReadableSpan]:
-        """The next `count`, the front end's first."""
+        """Return the next `count` spans, the front end's first."""
         wait_until(lambda: len(self._spans.get_finished_spans()) >= count)
         found = sorted(self._spans.get_finished_spans(), key=lambda span: "http.route" not in (span.attributes or {}))
         self._spans.clear()
@@ -65,7 +65,7 @@ def traced() -> Iterator[Traced]:
 
 
 def ids_of(span: ReadableSpan) -> tuple[str, str]:
-    """Its trace, and the span above it."""
+    """Return a span's trace, and the span above it."""
     assert span.context is not None
     return f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}" if span.parent else ""
 

@@ -39,7 +39,7 @@ websocket_app._read = functools.cache(websocket_app._read)
 
 
 def model_files(kind: str = "byte_level") -> dict[str, bytes]:
-    """The files of a small model that has a chat template."""
+    """Return the files of a small model that has a chat template."""
     fast = byte_level() if kind == "byte_level" else sentencepiece()
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     return {
@@ -50,8 +50,8 @@ def model_files(kind: str = "byte_level") -> dict[str, bytes]:
 
 
 def make_engine(folder: Path, text: Callable[[str, int], str] | None = None, **options: Any) -> ScriptedEngine:
-    """`text(prompt, choice)` is the answer, one token every millisecond; without it the answer is ANSWER.
-    `draft_counts`: accepted and rejected draft tokens of every choice."""
+    """Make an engine. `text(prompt, choice)` is the answer, one token every millisecond; without it the answer is
+    ANSWER. `draft_counts`: accepted and rejected draft tokens of every choice."""
     files = options.pop("files", None) or model_files()
     draft_counts = options.pop("draft_counts", (0, 0))
     tokenizer = Tokenizer.from_files(files)
@@ -97,7 +97,7 @@ class Server:
             time.sleep(0.002)
 
     def num_tasks(self) -> int:
-        """Of its event loop."""
+        """Return the number of tasks of its event loop."""
         assert self._loop is not None
         counted: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._loop.call_soon_threadsafe(lambda: counted.put(len(asyncio.all_tasks())))
@@ -109,7 +109,7 @@ class Server:
             connection.loop.call_soon_threadsafe(connection.transport.abort)
 
     def stop(self) -> None:
-        """Any number of times."""
+        """Stop; may be called any number of times."""
         self._server.should_exit = True
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
@@ -125,7 +125,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(engine: ScriptedEngine | str, port: int = 0, **sections: Any) -> Iterator[Server]:
-    """A front end for `engine` (or an address), ready to be asked."""
+    """Yield a front end for `engine` (or an address), ready to be asked."""
     address = engine if isinstance(engine, str) else engine.address
     tracing = sections.pop("tracing", None)
     config = Config().with_values(wire={"socket": address, **sections.pop("wire", {})}, **sections)
@@ -166,7 +166,7 @@ class Socket:
         return frame
 
     def until(self, *kinds: str, **values: Any) -> dict[str, Any]:
-        """The next frame of one of `kinds` with these values; others before it are dropped."""
+        """Read up to the next frame of one of `kinds` with these values; others before it are dropped."""
         while True:
             frame = self.next()
             if frame["type"] in kinds and all(frame.get(name) == value for name, value in values.items()):
@@ -176,7 +176,7 @@ class Socket:
         self.send(type="generate", id=name, prompt=prompt, **rest)
 
     def read(self, *names: str) -> dict[str, Reading]:
-        """All frames of these requests until each has ended, n choices each."""
+        """Read all frames of these requests until each has ended, n choices each."""
         readings = {name: Reading() for name in names}
         while not all(reading.ended for reading in readings.values()):
             frame = self.next()
@@ -230,7 +230,7 @@ class Reading:
                     self.done[choice] = frame
 
     def _take_calls(self, entries: Any) -> None:
-        """As clients put OpenAI's streamed calls together."""
+        """Put streamed calls together as OpenAI's clients do."""
         self.num_call_frames += bool(entries)
         for entry in entries:
             if entry["index"] == len(self.calls):

@@ -10,7 +10,7 @@ LONG = ANSWER * 50
 
 
 def bring_to(phase, engine, client):
-    """One request in the named phase."""
+    """Bring one request to the named phase."""
     engine.hold()
     if phase == "queued":
         engine.accepting = False

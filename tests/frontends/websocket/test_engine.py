@@ -143,7 +143,7 @@ def test_a_refusal_of_the_engine_names_its_field(engine, server):
 
 
 def take(client, reading, num_frames):
-    """So many frames, or all until the end."""
+    """Take so many frames, or all until the end."""
     for _ in range(num_frames):
         frame = client.until("accepted", "delta", "done", "error")
         assert frame["type"] != "error", frame

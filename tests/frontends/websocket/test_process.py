@@ -19,7 +19,7 @@ from tests.frontends.websocket.builders import ANSWER, Reading, make_engine, ope
 
 @contextlib.contextmanager
 def process(folder, *flags, environment=None, handed_over=None):
-    """The process, the port it listens on, and what it notified so far."""
+    """Yield the process, the port it listens on, and what it notified so far."""
     notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     notify.bind(f"{folder}/notify.sock")
     notify.settimeout(60)
@@ -51,7 +51,7 @@ def free_port_flags():
 
 
 def begin_draining(engine, server, client):
-    """A request runs, and the front end has been told to end."""
+    """Start a request, and tell the front end to end."""
     engine.hold()
     wait_ready(client)
     client.generate()
@@ -134,7 +134,7 @@ def test_a_taken_port_is_reported_with_the_remedy(tmp_path):
 
 
 def wait_ready(client):
-    """Until the engine behind the socket takes requests."""
+    """Wait until the engine behind the socket takes requests."""
     state = client.hello["engine"]["state"]
     while state != "READY":
         state = client.until("state")["engine"]["state"]

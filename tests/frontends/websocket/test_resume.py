@@ -20,7 +20,7 @@ TEXT = "The quick brown fox 🎉 jumps over 你好 the lazy dog. " * 4
 
 
 def take_some(client, reading, num_frames):
-    """At most so many: tokens that a slow machine merged come in fewer frames."""
+    """Take at most so many frames: tokens that a slow machine merged come in fewer frames."""
     for _ in range(num_frames):
         reading.take(client.until("accepted", "delta", "done"))
         if reading.ended:

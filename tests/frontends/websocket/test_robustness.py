@@ -39,7 +39,7 @@ def request(tokens, **rest):
 
 
 def one_life(server, draw):
-    """Connects, asks, and leaves: in the middle of a handshake, a frame, an answer, politely or not."""
+    """Connect, ask, and leave: in the middle of a handshake, a frame, an answer, politely or not."""
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.settimeout(20)
         hello = HANDSHAKE.encode()

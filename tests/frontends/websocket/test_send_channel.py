@@ -9,7 +9,7 @@ from inferengine.errors import InvalidRequest
 
 
 async def nowhere(data: bytes) -> None:
-    """Takes everything."""
+    """Take everything."""
 
 
 def test_a_late_acknowledgement_is_ignored() -> None:

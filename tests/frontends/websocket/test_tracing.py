@@ -27,7 +27,7 @@ Take = Callable[[int], list[ReadableSpan]]
 
 @pytest.fixture(scope="module")
 def house() -> Iterator[tuple[Server, Take]]:
-    """A front end, and the next spans of it and its engine, the front end's first."""
+    """Yield a front end, and the next spans of it and its engine, the front end's first."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
 
@@ -51,7 +51,7 @@ def told_by(span: ReadableSpan) -> dict[str, Any]:
 
 
 def ids_of(span: ReadableSpan) -> tuple[str, str]:
-    """Its trace, and the span above it."""
+    """Return a span's trace, and the span above it."""
     assert span.context is not None
     return f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}" if span.parent else ""
 

@@ -12,7 +12,7 @@ def test_usage_has_draft_tokens_of_each_choice_where_there_were_any(tmp_path):
 
 
 def usage(folder, **options):
-    """The usage of one answer."""
+    """Return the usage of one answer."""
     folder.mkdir()
     with make_engine(folder, **options) as engine, serving(engine) as server, open_socket(server) as client:
         client.generate("r1", "hello")

@@ -29,7 +29,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def service(engine, tmp_path_factory):
-    """One process with two workers, for all tests."""
+    """Yield one process with two workers, for all tests."""
     folder = tmp_path_factory.mktemp("ws")
     keys = folder / "keys.toml"
     keys.write_text(entry("alice", ALICE, max_in_flight=2) + entry("bob", BOB))
@@ -50,7 +50,7 @@ def workers_of(service):
 
 
 def worker_of(service, client):
-    """The process that has the other end of a client's connection."""
+    """Return the process that has the other end of a client's connection."""
     port = client.connection.socket.getsockname()[1]
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     inodes = {row[9] for row in rows if row[2].endswith(f":{port:04X}") and row[9] != "0"}
@@ -68,7 +68,7 @@ def connect(service, key=BOB):
 
 @contextlib.contextmanager
 def on_each_worker(service, key=BOB):
-    """A socket on one worker and another one on the other."""
+    """Yield a socket on one worker and another one on the other."""
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(connect(service, key))
         place = worker_of(service, first)
@@ -84,7 +84,7 @@ def on_each_worker(service, key=BOB):
 
 
 def generate(client, num_tokens, **rest):
-    """A request in the middle of its output."""
+    """Start a request, and wait until it is in the middle of its output."""
     client.generate("r1", "fox", params={"max_tokens": num_tokens, "ignore_eos": True}, **rest)
     reading = Reading()
     while not reading.text:

@@ -44,7 +44,7 @@ class Person(BaseModel):
 
 
 def tried(mode: instructor.Mode, base_url: str, model: str) -> str:
-    """What became of one request in this mode."""
+    """Return what became of one request in this mode."""
     if mode.name.startswith("ANTHROPIC"):
         root = base_url.removesuffix("/v1")
         client: Any = instructor.from_anthropic(
