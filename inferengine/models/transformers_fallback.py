@@ -455,7 +455,8 @@ class TransformersLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map inputs [..., in] to outputs [..., out]."""
-        return super().forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], -1)
+        rows = x.reshape(-1, self.in_features).contiguous()  # some models transpose before a product (Mamba)
+        return super().forward(rows).view(*x.shape[:-1], -1)
 
 
 class PagedAttention(CachedAttention):

@@ -185,9 +185,10 @@ def test_a_missing_expert_without_a_gate_is_named(tmp_path):
         dry_run(tmp_path)
 
 
-def test_weights_may_be_quantized_at_load(qwen):
-    model, folder = qwen
-    engine, prompt = Engine(folder, model={"quantization": "int8"}), list(range(20, 41))
+@pytest.mark.parametrize("name", ["qwen3.5", "mamba, no attention, token by token"])
+def test_weights_may_be_quantized_at_load(name, tmp_path):
+    model = model_of(*CASES[name][:2])
+    engine, prompt = Engine(save(model, tmp_path), model={"quantization": "int8"}), list(range(20, 41))
     uid = engine.submit(prompt, 1, logprobs=20)
     engine.run()
     expected = logits_reference(model, prompt)[-1].log_softmax(-1).topk(20).values
