@@ -247,7 +247,7 @@ class RecurrentStates:
     def begin(
         self, slots: np.ndarray, starts: np.ndarray, query_start: np.ndarray, device: torch.device, *, keep_old: bool
     ) -> None:
-        """Set the rows of the next step by its columns [R], [R], [R + 1]. `keep_old`: `undo` may follow."""
+        """Set the rows of the next step by its columns [R], [R], [R + 1]. `keep_old`: `end` may take it back."""
         self._pieces = pieces_of(slots, starts, query_start, device, one_by_one=self.one_by_one)
         self._old = [] if keep_old else None
 
@@ -261,9 +261,9 @@ class RecurrentStates:
         finally:
             self._probes = False
 
-    def undo(self) -> None:
-        """Take the step back."""
-        for number, slots, state in reversed(self._old or ()):
+    def end(self, *, undo: bool) -> None:
+        """Forget what the step has overwritten; with `undo`, take the step back first."""
+        for number, slots, state in reversed(self._old or ()) if undo else ():
             self._tensors[number].index_copy_(0, slots, state)
         self._old = None
 

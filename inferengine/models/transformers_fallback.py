@@ -583,12 +583,11 @@ class TransformersModel(DecoderModel):
             return self._hidden(batch.input_ids, batch.positions)
         columns, device = batch.columns, batch.input_ids.device
         assert columns is not None  # there are none in a CUDA graph alone
-        on_cpu = device.type == "cpu"
-        self.states.begin(columns.row_slot, columns.row_start, columns.query_start, device, keep_old=on_cpu)
-        hidden = self._hidden(batch.input_ids, batch.positions)
         # On a CPU a step that is not finite is computed once more, from the same states (executor/cpu_step.py).
-        if on_cpu and not batch.isolated and not math.isfinite(hidden.sum(dtype=torch.float32).item()):
-            self.states.undo()
+        is_first = device.type == "cpu" and not batch.isolated
+        self.states.begin(columns.row_slot, columns.row_start, columns.query_start, device, keep_old=is_first)
+        hidden = self._hidden(batch.input_ids, batch.positions)
+        self.states.end(undo=is_first and not math.isfinite(hidden.sum(dtype=torch.float32).item()))
         return hidden
 
     def bind_states(self, tensors: list[torch.Tensor]) -> None:

@@ -248,6 +248,14 @@ def test_the_plan_counts_the_states_of_all_slots(qwen):
     assert plan.sequences(1) == 7
 
 
+def test_a_step_on_a_cpu_takes_a_second_copy_of_the_states_and_keeps_none(qwen):
+    few, many = (plan_of(qwen[1], 1 << 30, max_num_seqs=count) for count in (7, 27))
+    assert few.left - many.left == 2 * (many.states - few.states)
+    engine = Engine(qwen[1])
+    engine.generate([[5, 9, 200]], 3)
+    assert engine.executor.model.states._old is None
+
+
 def test_fewer_requests_run_at_once_where_their_states_would_fill_the_device(qwen, caplog):
     plan = plan_of(qwen[1], 8 << 20, max_num_seqs=1000)
     assert 1 < plan.cache.max_num_seqs < 1000

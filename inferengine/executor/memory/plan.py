@@ -285,8 +285,9 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
         left = device_bytes - taken
     else:
         rank_bytes = device_bytes // settings.tensor_parallel  # ranks share the host's memory
-        budget = host_budget_bytes(max(0, rank_bytes - weights - states), settings.memory_fraction)
-        left = rank_bytes - states - resident_bytes(settings, weights + draft_weights)
+        rank_bytes -= 2 * states  # a step keeps what it overwrites (models/recurrent.py)
+        budget = host_budget_bytes(max(0, rank_bytes - weights), settings.memory_fraction)
+        left = rank_bytes - resident_bytes(settings, weights + draft_weights)
     full = window_bytes = 0
     for group, window in enumerate(config.group_windows):
         per_token = config.kv_bytes_per_token(group, kv_dtype.itemsize)
