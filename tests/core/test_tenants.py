@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from inferengine.core.scheduler import queues
-from inferengine.core.scheduler.queues import FairShare
-from inferengine.core.sequence import Request, Sequence, make_share
+from inferengine.core.scheduler.queues import Claim, FairShare
+from inferengine.core.sequence import Request, Sequence, SequenceStatus, make_share
 from tests.core.builders import Run, expected_output, make_capacity, make_request
+from tests.core.plain_fair_share import PlainFairShare
 
 QUIET = 10_000
 
@@ -479,3 +481,126 @@ def test_a_name_that_joins_starts_at_the_least_served_of_those_that_wait_and_run
     fair.charge(run.scheduler.sequences[3], 4)  # it waits
     run.submit(make_request(4, 6, 30, tenant="d"))
     assert fair.service("d") == min(fair.service(name) for name in "abc") > least
+
+
+# -- levels that come with a second name -------------------------------------------------------------------------------
+
+
+class TwoQueues:
+    """FairShare and PlainFairShare with the same history at random: requests wait, run, wait again, and are held
+    outside as in fault isolation. Both must answer the same."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.queue, self.plain = FairShare(), PlainFairShare()
+        self.running: list[Sequence] = []
+        self.held: list[Sequence] = []
+        self.ended: list[Sequence] = []
+        self.shares = [make_share()]
+        self.num_steps = 0
+
+    def both(self, call: Callable[[Any], Any]) -> Any:
+        """Do something to both queues; they must answer the same."""
+        found, expected = call(self.queue), call(self.plain)
+        assert found == expected
+        return found
+
+    def come(self) -> None:
+        share = self.draw.choice(self.shares)
+        request = make_request(self.num_steps, self.draw.randrange(1, 40), tenant=share[0], within=share[1:])
+        sequence = Sequence(request)
+        self.both(lambda queue: queue.push(sequence))
+
+    def admit(self) -> None:
+        sequence = self.both(lambda queue: queue.peek(0.0, len(self.running)))
+        if sequence is not None:
+            assert self.both(lambda queue: queue.pop()) is sequence
+            self.start(sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        self.both(lambda queue: queue.started(sequence))
+        sequence.status = SequenceStatus.RUNNING
+        self.running.append(sequence)
+
+    def stop(self) -> None:
+        """End a running one, have it wait again, or hold it."""
+        if not self.running:
+            return
+        sequence = self.running.pop(self.draw.randrange(len(self.running)))
+        fate = self.draw.random()
+        if fate < 0.5:
+            sequence.status = SequenceStatus.FINISHED
+            self.ended.append(sequence)
+        elif fate < 0.85:
+            sequence.status = SequenceStatus.PREEMPTED
+            sequence.num_preemptions += 1
+            self.both(lambda queue: queue.push_back(sequence))
+        else:
+            self.held.append(sequence)
+        self.both(lambda queue: queue.stopped(sequence))
+
+    def start_held(self) -> None:
+        if self.held:
+            self.start(self.held.pop())
+
+    def cancel(self) -> None:
+        if waiting := list(self.queue):
+            sequence = self.draw.choice(waiting)
+            sequence.status = SequenceStatus.FINISHED
+            self.both(lambda queue: queue.remove(sequence))
+
+    def charge(self) -> None:
+        """Charge all that run, and late one that has ended."""
+        for _ in range(self.draw.randrange(9)):
+            self.queue.charge_each(self.running, self.num_steps)
+            for sequence in self.running:
+                self.plain.charge(sequence, 1)
+        if self.ended:
+            late, num_tokens = self.draw.choice(self.ended), self.draw.randrange(100)
+            self.both(lambda queue: queue.charge(late, num_tokens))
+
+    def claim(self) -> None:
+        has_free_slot = self.draw.random() < 0.5
+        found, expected = (
+            list(queue.claims(0.0, 8, has_free_slot=has_free_slot)) for queue in (self.queue, self.plain)
+        )
+        assert [self.shown(claim) for claim in found] == [self.shown(claim) for claim in expected]
+        if found and self.draw.random() < 0.5:
+            found[-1].admit_first()
+            expected[-1].admit_first()
+
+    def shown(self, claim: Claim) -> tuple[Any, ...]:
+        staying = list(claim.staying(self.running))
+        return claim.sequence, claim.share, claim.num_slots, claim.victim(self.running), staying
+
+    def compare(self) -> None:
+        self.both(list)
+        self.both(len)
+        self.both(lambda queue: (queue.num_tokens, queue.is_shared))
+        share = self.draw.choice(self.shares)
+        self.both(lambda queue: (queue.service(share[0]), queue.ahead_of(share)))
+        if self.running:
+            self.both(lambda queue: queue.victim(self.running))
+
+    def step(self) -> None:
+        self.num_steps += 1
+        if self.num_steps % 40 == 1:
+            known, level = self.draw.choice(self.shares), self.draw.randrange(3)  # others differ from this level on
+            others = [(*known[:level], *self.draw.choices("abc", k=3 - level)) for _ in range(self.draw.randrange(6))]
+            self.shares = [known, *(make_share(*names) for names in others)]
+            self.num_come = self.draw.randrange(6)  # with few of them, names have nothing left to run
+        most = [self.come] * self.num_come + [self.admit, self.admit, self.stop, self.charge] * 2
+        self.draw.choice([*most, self.start_held, self.cancel, self.claim])()
+        self.compare()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_levels_that_come_with_a_second_name_decide_as_if_they_had_been_there_from_the_first(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes, runs, waits again, is cancelled or charged late: the same order, claims, victims and counts."""
+    monkeypatch.setattr(queues, "MAX_IDLE_NAMES", 2)
+    monkeypatch.setattr(queues, "MAX_IDLE_PARTS", 2)
+    two = TwoQueues(seed)
+    for _ in range(800):
+        two.step()

@@ -122,7 +122,7 @@ class Preemptor:
         Whoever has the most running gives them up. Returns the sequence that can be admitted in this step.
         """
         state = self._state
-        if state.shares is None or state.waiting.is_isolating:
+        if state.shares is None or not state.shares.is_shared or state.waiting.is_isolating:
             return None
         for claim in state.shares.claims(now, state.num_slots, has_free_slot=bool(state.free_slots)):
             if not claim.sequence.num_inflight and self._meet(claim):

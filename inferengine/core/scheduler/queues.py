@@ -20,8 +20,7 @@ A policy is a class and a line in POLICIES:
   an output token weighing more than a prompt token because it costs more. A waiting name of which nothing runs is
   admitted before those of which something does; among equals the smallest counter is next. A name that comes back after
   a pause starts no lower than the least served active one: idling earns nothing. Two names that always have work get
-  service within a constant of each other. With one name this is first come, first served, in the same order and at the
-  same cost.
+  service within a constant of each other. With one name this is first come, first served, in the same order.
 
 FaultIsolationQueue finds the request that makes steps fail, where the executor does not know which one it is. It wraps
 the policy's queue, because suspects wait: for their trial, or for the end of the others'. A failed step has lost its
@@ -41,7 +40,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from inferengine.core.sequence import SHARE_LEVELS, Sequence, SequenceStatus, Share
+from inferengine.core.sequence import Sequence, SequenceStatus, Share
 from inferengine.errors import InferEngineError, InvalidRequest
 
 # -- admission ---------------------------------------------------------------------------------------------------------
@@ -405,25 +404,34 @@ MAX_IDLE_PARTS = 100  # the same for each name whose share is divided
 FEW_STALE = 32  # outdated heap entries that are kept in any case
 
 
+class OnlyShare(FirstComeFirstServed):
+    """The queue of a name that has one share alone, in order of arrival. What was preempted goes to the head."""
+
+    def __init__(self, share: Share, counter: float) -> None:
+        """`counter`: that of the name now. What is added to it from now on is this share's service."""
+        super().__init__()
+        self.share = share
+        self.first_counter = counter
+
+
 class FairShare:
     """One level of the fair policy: shares what it has between names, and has one queue per name.
 
-    The queue of a name is the next level, and in order of arrival at the last one, where what was preempted goes to the
-    head. Level `n` goes by the name `n` of `Request.share`.
+    Level `n` goes by the name `n` of `Request.share`. The queue of a name is the next level once it has several shares.
+    With one it is in order of arrival: most engines have one share at a time, for which levels would cost time alone.
     """
 
     def __init__(self, level: int = 0) -> None:
         self._level = level
-        self._is_last = level + 1 == SHARE_LEVELS
-        self._queues: dict[str, FirstComeFirstServed | FairShare] = {}  # none of them is empty
-        self._parts: dict[str, FairShare] = {}  # next level, of names with something waiting or running
+        self._queues: dict[str, OnlyShare | FairShare] = {}  # none of them is empty
+        self._parts: dict[str, OnlyShare | FairShare] = {}  # queues of names with something waiting or running
         self._counters: dict[str, float] = {}
         self._resting: dict[str, None] = {}  # names with a counter and nothing waiting or running
         self._num_running: Counter[str] = Counter()  # names with something running
         self._idle: list[tuple[float, str]] = []  # heap of waiting names of which nothing runs, and of the others:
         self._busy: list[tuple[float, str]] = []  # an entry counts if it is in the right one and equals the counter
         self._floor = 0.0  # where a name starts when no other is active
-        self._head: FirstComeFirstServed | FairShare | None = None
+        self._head: OnlyShare | FairShare | None = None
         self._first: str | None = None  # the next slot is for this name: it has given one up for a claim within it
         self._counts: dict[Share, int] = {}  # tokens by share of the steps of this layout:
         self._layout = -1
@@ -441,21 +449,13 @@ class FairShare:
         """Add a new sequence."""
         self._length += 1
         self.num_tokens += sequence.num_prompt
-        name = sequence.request.share[self._level]
-        queue = self._queues.get(name)
-        if queue is None:
-            queue = self._new_queue(name)
-        queue.push(sequence)
+        self._queue_of(sequence.request.share).push(sequence)
 
     def push_back(self, sequence: Sequence) -> None:
         """Add a preempted sequence, before all that were never admitted."""
         self._length += 1
         self.num_tokens += sequence.num_prompt
-        name = self._name(sequence)
-        queue = self._queues.get(name)
-        if queue is None:
-            queue = self._new_queue(name)
-        queue.push_back(sequence)
+        self._queue_of(sequence.request.share).push_back(sequence)
 
     def peek(self, now: float, num_running: int) -> Sequence | None:
         """Return the sequence to admit next, or None."""
@@ -508,21 +508,24 @@ class FairShare:
 
     def started(self, sequence: Sequence) -> None:
         """Count a sequence as running."""
-        name = sequence.request.share[self._level]
+        share = sequence.request.share
+        name = share[self._level]
         if name not in self._counters:  # dropped while the sequence waited for fault isolation, not here
             self._lift(name)
         self._resting.pop(name, None)
+        part = self._part_of(share)
         num_running = self._num_running[name] = self._num_running[name] + 1
         if num_running == 1 and name in self._queues:
             self._enter(name)
-        if not self._is_last:
-            self._part_of(name).started(sequence)
+        if isinstance(part, FairShare):
+            part.started(sequence)
 
     def stopped(self, sequence: Sequence) -> None:
         """Count a sequence as not running."""
         name = sequence.request.share[self._level]
-        if not self._is_last:
-            self._parts[name].stopped(sequence)
+        part = self._parts[name]
+        if isinstance(part, FairShare):
+            part.stopped(sequence)
         num_running = self._num_running[name] - 1
         if num_running:
             self._num_running[name] = num_running
@@ -545,21 +548,23 @@ class FairShare:
                 num_running = self._num_running[self._name(sequence)]
                 if num_running == 0 or num_running < CLAIMED_SHARE * share * num_slots:
                     yield Claim(sequence, share, num_slots, (self,))
-        if self._is_last:
-            return
         for name, num_running in list(self._num_running.items()):
-            if name in self._queues and (has_free_slot or num_running > 1):
-                for claim in self._parts[name].claims(now, num_slots * share, has_free_slot=has_free_slot):
+            queue = self._queues.get(name)
+            if isinstance(queue, FairShare) and (has_free_slot or num_running > 1):
+                for claim in queue.claims(now, num_slots * share, has_free_slot=has_free_slot):
                     yield replace(claim, share=claim.share * share, nodes=(self, *claim.nodes))
 
     def share(self) -> float:
         """Return one over the number of active names."""
-        return 1 / max(1, self._num_active())
+        return 1 / max(1, len(self._parts))
 
     @property
     def is_shared(self) -> bool:
-        """Whether more than one is active."""
-        return self._num_active() > 1 or (not self._is_last and any(part.is_shared for part in self._parts.values()))
+        """Whether more than one share is active."""
+        if len(self._parts) != 1:
+            return len(self._parts) > 1
+        (part,) = self._parts.values()
+        return isinstance(part, FairShare) and part.is_shared
 
     def victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
         """Return the sequence admitted last of the name with the most running, at every level: who floods the engine
@@ -569,7 +574,8 @@ class FairShare:
             heaviest = max(count, key=lambda name: (self._num_running[name], self._counters[name]))
             candidates = [sequence for sequence in candidates if self._name(sequence) == heaviest]
         last = candidates[-1]
-        return last if self._is_last else self._parts[self._name(last)].victim(candidates)
+        part = self._parts[self._name(last)]
+        return part.victim(candidates) if isinstance(part, FairShare) else last
 
     @property
     def may_give_way(self) -> bool:
@@ -617,9 +623,10 @@ class FairShare:
         if queue is None:
             return 0, 0
         num_names = len(self._queues)
-        num_requests, num_tokens = len(queue), queue.num_tokens
         if isinstance(queue, FairShare):
             num_requests, num_tokens = queue.ahead_of(share)
+        else:
+            num_requests, num_tokens = (len(queue), queue.num_tokens) if queue.share == share else (0, 0)
         return min(self._length, num_requests * num_names), min(self.num_tokens, num_tokens * num_names)
 
     def __len__(self) -> int:
@@ -634,40 +641,58 @@ class FairShare:
     def _name(self, sequence: Sequence) -> str:
         return sequence.request.share[self._level]
 
-    def _num_active(self) -> int:
-        """Count the names with anything waiting or running. Only those that run are gone through, at most as many as
-        slots."""
-        num_waiting = len(self._queues)
-        if num_waiting == 1 == len(self._num_running) and self._num_running.keys() == self._queues.keys():
-            return 1  # the usual case
-        return num_waiting + sum(name not in self._queues for name in self._num_running)
-
     def _charge(self, share: Share, service: float) -> None:
         name = share[self._level]
         counter = self._counters.get(name)
         if counter is None:  # dropped before its last tokens came
             counter, self._resting[name] = 0.0, None
+        if name in self._parts:
+            part = self._part_of(share)
+            if isinstance(part, FairShare):
+                part._charge(share, service)
         self._counters[name] = counter + service
-        part = self._parts.get(name)
-        if part is not None:
-            part._charge(share, service)
 
     def _knows_one(self) -> bool:
-        """Return whether all that ran lately is of one share."""
-        return len(self._counters) == 1 and all(part._knows_one() for part in self._parts.values())
+        """Return whether all that ran lately is of one share: a name whose share is divided has had two."""
+        return len(self._counters) == 1 and not any(isinstance(part, FairShare) for part in self._parts.values())
 
-    def _new_queue(self, name: str) -> FirstComeFirstServed | FairShare:
-        if name not in self._num_running:
-            self._lift(name)
-        queue = self._queues[name] = FirstComeFirstServed() if self._is_last else self._part_of(name)
-        self._enter(name)
-        return queue
+    def _queue_of(self, share: Share) -> OnlyShare | FairShare:
+        """Return the queue for a new sequence of this share."""
+        name = share[self._level]
+        if name not in self._queues:
+            if name not in self._num_running:
+                self._lift(name)
+            queue = self._queues[name] = self._part_of(share)
+            self._enter(name)
+            return queue
+        return self._part_of(share)
 
-    def _part_of(self, name: str) -> FairShare:
+    def _part_of(self, share: Share) -> OnlyShare | FairShare:
+        """Return the queue of a share whose name is active, divided if it has been another share's alone."""
+        name = share[self._level]
         part = self._parts.get(name)
         if part is None:
-            part = self._parts[name] = FairShare(self._level + 1)
+            part = self._parts[name] = OnlyShare(share, self._counters[name])
+        elif isinstance(part, OnlyShare) and part.share != share:
+            part = self._divide(name, part)
         return part
+
+    def _divide(self, name: str, only: OnlyShare) -> FairShare:
+        """Make the next level for a name that had one share alone."""
+        level = FairShare(self._level + 1)
+        known = only.share[level._level]
+        level._parts[known] = only
+        level._counters[known] = self._counters[name] - only.first_counter
+        only.first_counter = 0.0
+        if name in self._num_running:
+            level._num_running[known] = self._num_running[name]
+        self._parts[name] = level
+        if name in self._queues:
+            level._length, level.num_tokens = len(only), only.num_tokens
+            level._queues[known] = only
+            level._enter(known)
+            self._queues[name] = level  # last: another thread may ask `ahead_of`
+        return level
 
     def _enter(self, name: str) -> None:
         """Put a waiting name into the heap that fits whether it has anything running."""
