@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +38,7 @@ from inferengine.core.histogram import Histogram
 from inferengine.core.sequence import Request, Sequence
 
 SAMPLED_BLOCKS = 1024
+NEVER = sys.maxsize  # `next_hash_at` without a prefix cache
 BLOCK_AGES_S = (  # vLLM's
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0),
     *(60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
@@ -601,7 +603,7 @@ class KVCacheManager:
 
     def adopt(self, sequence: Sequence, hit: PrefixHit) -> None:
         """Give the sequence the blocks of a hit. Nothing else may have happened since `lookup`."""
-        for group_index, block_ids in enumerate(hit.block_ids):
+        for group_index, block_ids in enumerate(hit.block_ids if hit.num_tokens else ()):  # most hits are empty
             held = [block_id for block_id in block_ids if block_id is not None]
             self.pools[group_index].share(held)
             self._ages[group_index].reused(held, self.now_s)
@@ -612,7 +614,7 @@ class KVCacheManager:
         sequence.num_computed = hit.num_tokens
         sequence.capacity = hit.num_tokens
         sequence.block_hashes = list(hit.block_hashes)
-        sequence.next_hash_at = hit.num_tokens + self.block_size
+        sequence.next_hash_at = hit.num_tokens + self.block_size if self.prefix_caching else NEVER
         self.num_lookup_tokens += len(sequence.tokens)
         self.num_hit_tokens += hit.num_tokens
 
@@ -645,13 +647,15 @@ class KVCacheManager:
 
         Returns the blocks whose content was not in the cache.
         """
+        offered: list[OfferedBlock] = []
+        if not self.prefix_caching:
+            return offered
         size = self.block_size
         hashes = sequence.block_hashes
         full = min(num_computed, len(sequence.tokens)) // size
         sequence.next_hash_at = (full + 1) * size
         known = len(hashes)
-        offered: list[OfferedBlock] = []
-        if not self.prefix_caching or full <= known:
+        if full <= known:
             return offered
         digest = hashes[-1] if hashes else self._root(sequence.request)
         for index in range(known, full):

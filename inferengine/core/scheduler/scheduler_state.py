@@ -301,9 +301,8 @@ class SchedulerState:
         kv = self.kv
         reserve = self.watermark_blocks if self.running else 0
         for group, pool, blocks in zip(kv.groups, kv.pools, hit.block_ids, strict=True):
-            held = [block for block in blocks if block is not None]
-            revived = sum(1 for block in held if pool.reference_count(block) == 0)
-            if kv.blocks_needed(group, num_tokens) - len(held) + revived + reserve > pool.num_free:
+            shared = sum(1 for block in blocks if block is not None and pool.reference_count(block))
+            if kv.blocks_needed(group, num_tokens) - shared + reserve > pool.num_free:
                 self.stats.num_failed_allocations += 1
                 return False
         return True
