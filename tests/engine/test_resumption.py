@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import threading
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 
 from inferengine.client.requests import LOST_CODES
 from inferengine.engine.service import EngineService
-from inferengine.engine.services.preparation import TOKENS_PER_LOOK, advance
+from inferengine.engine.services.preparation import TOKENS_PER_LOOK, TextService, advance
 from inferengine.errors import InferEngineError
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.text import TextStream, Tokenizer
@@ -167,6 +168,47 @@ def test_a_reader_with_more_than_the_log_hears_only_what_follows(connect: Connec
         assert other.collect({7}).tokens[7] == tokens[15:]
         assert client.collect({2}).tokens[2] == tokens[3:]
         check_idle(engine)
+
+
+@pytest.mark.parametrize("reply", ["both", "text"])
+@pytest.mark.parametrize("num_held", [5, 6])
+def test_a_reader_gets_log_probabilities_of_this_engine_alone_or_is_refused(
+    connect: Connect, reply: str, num_held: int
+) -> None:
+    """The engine before this one gave those of the first six tokens. Cursors of a reader of text are characters."""
+    script = script_of("the quick brown fox jumps over the lazy dog")
+    shown = TextStream(Tokenizer.from_files(make_card().files)).push(script[:num_held]).text
+    with run_script("the quick brown fox jumps over the lazy dog", step_s=0.01) as engine:
+        client, other = connect(engine), connect(engine)
+        fields = {"max_tokens": len(script), "params": {"seed": 1, "logprobs": 0}, "reply": "both"}
+        message = client.submit(1, resume=(to_u32(script[:6]),), **fields)
+        client.expect(Accept)
+        other.send(Attach(message.id, 5, (len(shown) if reply == "text" else num_held,), reply))
+        collected = other.collect({5})
+        if num_held < 6:
+            assert collected.rejects[5][0].code == "engine_restarted"
+            return
+        rows = [row for step in collected.steps for _, rows in step.logprobs for row in rows]
+        assert len(rows) == len(script) - 6
+        assert all(row[1] for row in rows), "a rank is at least 1"
+
+
+def test_a_reader_that_attached_before_the_request_was_accepted_is_refused_as_well(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attached = threading.Event()
+    encode = TextService._encode
+    monkeypatch.setattr(TextService, "_encode", lambda *arguments: attached.wait(60.0) and encode(*arguments))
+    with run_script("the quick brown fox") as engine:
+        client, other = connect(engine), connect(engine)
+        resume = (to_u32(script_of("the quick")),)
+        message = client.submit(1, text="the", params={"seed": 1, "logprobs": 0}, max_tokens=5, resume=resume)
+        client.settle()
+        other.send(Attach(message.id, 5, (0,)))
+        other.settle()
+        attached.set()
+        assert other.expect(Reject).code == "engine_restarted"
+        client.collect({1})
 
 
 def test_an_id_that_runs_is_attached_to_and_never_run_twice(connect: Connect) -> None:

@@ -740,7 +740,6 @@ class Intake:
                 raise InvalidRequest("reply", "that request generates: it gives no embedding")
             if message.reply in ("text", "both") and not self._texts.available:
                 raise InvalidRequest("reply", "this model has no tokenizer: read token ids", code="unsupported")
-            _check_cursors(submission, _cursors(message))
         except InferEngineError as error:
             self._reject(connection, message, error, now)
             return
@@ -793,11 +792,13 @@ class Intake:
         *,
         attached: bool,
     ) -> None:
+        cursors, in_tokens = _cursors(message), isinstance(message, Submit)
+        if self._publisher.lacks_logprobs(submission, cursors, in_characters=message.reply == "text" and not in_tokens):
+            text = "The log-probabilities from there on were lost with the engine that gave them."
+            self._reject(connection, message, InferEngineError("engine_restarted", text), now)
+            return
         self._send_accept(connection, message, submission, now, attached=attached)
-        in_tokens = isinstance(message, Submit)
-        self._publisher.subscribe(
-            connection, submission, message.stream, _cursors(message), message.reply, in_tokens=in_tokens
-        )
+        self._publisher.subscribe(connection, submission, message.stream, cursors, message.reply, in_tokens=in_tokens)
         self._publisher.flush(connection, now)
 
     def _send_accept(
@@ -857,14 +858,3 @@ def _cursors(message: Submit | Attach) -> Sequence[int | None]:
     if isinstance(message, Attach):
         return message.cursors
     return [None if part is None else len(part) // 4 for part in message.resume or ()]
-
-
-def _check_cursors(submission: SubmittedRequest, cursors: Sequence[int | None]) -> None:
-    """Raise engine_restarted where a reader lacks log-probabilities that only an earlier engine had."""
-    if submission.params.logprobs is None:
-        return
-    for log in submission.logs:
-        cursor = cursors[log.choice] if log.choice < len(cursors) else 0
-        if cursor is not None and cursor < log.num_before:
-            text = "The log-probabilities from there on were lost with the engine that gave them."
-            raise InferEngineError("engine_restarted", text)

@@ -317,6 +317,10 @@ class TextLog:
         """Return how many characters a reader has received who has the first `num_tokens` tokens."""
         return self._lengths[min(num_tokens, len(self._lengths)) - 1] if num_tokens and self._lengths else 0
 
+    def tokens_of(self, num_characters: int) -> int:
+        """Return how many tokens a reader has received who has the first `num_characters` characters, at least."""
+        return min(bisect_left(self._lengths, num_characters) + 1, self.num_tokens) if num_characters else 0
+
     def push(self, token_ids: list[int], *, final: bool, stop_token: bool) -> bool:
         """Append the text of more tokens. Returns whether they completed a stop string."""
         stream, was_stopped = self._stream, self.stopped_by is not None
@@ -914,7 +918,7 @@ class Publisher:
                 continue
             subscription = Subscription(connection, log, stream + log.choice, reply)
             if subscription.wants_text:
-                self._add_text(log, search=log.ended is None and len(log.tokens) == log.num_before)
+                self._add_text(log)
             if subscription.wants_tokens or in_tokens:
                 subscription.cursor = start
                 if start > len(log.tokens):
@@ -923,12 +927,30 @@ class Publisher:
                     subscription.characters = log.text.characters_of(start)
             else:
                 subscription.characters = start
+                if log.text is not None and log.logprobs is not None:
+                    subscription.cursor = max(log.text.tokens_of(start), log.num_before)  # of log-probabilities
             log.subscriptions.append(subscription)
             if log.routing is not None:
                 log.routing.stale = True
             connection.streams[subscription.stream] = subscription
             if len(log.tokens) > log.num_before or log.ended is not None or subscription.behind:
                 connection.dirty[subscription.stream] = subscription
+
+    def lacks_logprobs(
+        self, submission: SubmittedRequest, cursors: Sequence[int | None], *, in_characters: bool
+    ) -> bool:
+        """Return whether a reader with these cursors lacks log-probabilities that only an earlier engine had."""
+        if submission.params.logprobs is None:
+            return False
+        for log in submission.logs:
+            held, wanted = cursors[log.choice] if log.choice < len(cursors) else 0, log.num_before
+            if held is None or not wanted:
+                continue
+            if in_characters:
+                wanted = self._add_text(log).characters_of(wanted)
+            if held < wanted:
+                return True
+        return False
 
     def text_backlog(self, submission: SubmittedRequest) -> int:
         """Return how many tokens are to be detokenized when a reader of text is added."""
@@ -1139,9 +1161,13 @@ class Publisher:
             log.cut(log.text.stopped_at)
             self._targets[log.uid] = log.sink()  # the core draws more tokens until it is told
 
-    def _add_text(self, log: OutputLog, *, search: bool) -> None:
+    def _add_text(self, log: OutputLog) -> TextLog:
+        """Return the text of a log. It is made for the first reader who wants it."""
         if log.text is not None:
-            return
+            return log.text
+        if log.routing is not None:
+            log.routing.stale = True  # from now on its tokens are pushed to the text
+        search = log.ended is None and len(log.tokens) == log.num_before
         log.text, log.early_text = log.early_text or TextLog(self._make_text(log.submission, search)), None
         ended = log.ended
         stop_token = ended is not None and ended.reason == "stop" and not isinstance(ended.detail, str)
@@ -1151,6 +1177,7 @@ class Publisher:
         ):
             self._stop_at_string(log)  # an earlier engine completed it, and was lost before it could report that
             self._stop(log.uid)
+        return log.text
 
     def _catch_up(self, subscription: Subscription) -> None:
         """Clear `ahead` once the log has all tokens that its reader held."""
