@@ -18,12 +18,11 @@ from inferengine.client.requests import error_of
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.structured_output.spec import GrammarSpec
-from inferengine.text import TextStream, Tokenizer
+from inferengine.text import CONTEXT_TOKENS, TextStream, Tokenizer
 
 logger = logging.getLogger(__name__)
 
 USAGE_WAIT_S = 1.0  # for the engine's usage of a choice that a stop string ended here
-CONTEXT_TOKENS = 4  # of the prompt, for decoders whose text depends on the tokens before
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes this
 
 

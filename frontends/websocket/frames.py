@@ -32,7 +32,6 @@ from frontends.common.chat import (
     parser_to_map,
     read_chat_prompt,
 )
-from frontends.common.generation import CONTEXT_TOKENS
 from frontends.common.json import parse_object, read_fields, read_token_ids
 from frontends.common.model import ServedModel
 from frontends.common.resumable import RequestMetadata, pack_metadata, unpack_metadata
@@ -41,6 +40,7 @@ from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.fields import about, field_docs
 from inferengine.sampling_params import NAMES, SamplingParams, from_map, validate
 from inferengine.structured_output.spec import GrammarSpec, read_grammar, validate_grammar
+from inferengine.text import CONTEXT_TOKENS
 
 PROTOCOL = 1
 MAX_ID_CHARACTERS = 128

@@ -32,6 +32,7 @@ from inferengine.vectors import to_floats
 from inferengine.wire.messages import (
     EMBEDDINGS,
     ID_BYTES,
+    MAX_STALLS,
     RESUME_OUTPUT,
     Accept,
     Attach,
@@ -470,7 +471,6 @@ RESUME_WAIT_S = 120.0  # default of how long an open request waits for an engine
 # How often a request is submitted again without a new token in between. A request that kills its engine each time is
 # given up before the supervisor gives up the engine, which it does after five quick failures in a row.
 MAX_FRUITLESS = 4
-MAX_STALLS = 2  # stalled steps that a request may have been in flight at
 REATTACH_S = 15.0  # how long the request may take to reach the new engine: another client submits it again
 RETRY_S, LONGEST_RETRY_S = 0.25, 5.0
 

@@ -290,7 +290,7 @@ class EngineLoop:
 
     @property
     def upstreams(self) -> Mapping[str, Mapping[str, float]]:
-        """None: this engine computes."""
+        """Always empty: this engine computes itself."""
         return {}
 
     # -- in the loop's thread ----------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from inferengine.structured_output.spec import MAX_NESTING
+
 NAME = "\0"  # no source has it
-MAX_NESTING = 64
 MAX_REPEATS = 10_000
 MAX_TERMINAL = 4_000  # parts of a terminal, those of others in it counted each time
 _RULE = re.compile(r"(?m)^[ \t]*\w[\w-]*[ \t]*::=", re.ASCII)

@@ -35,6 +35,7 @@ from inferengine.errors import InferEngineError
 # -- bounds ------------------------------------------------------------------------------------------------------------
 
 PIECE_CHARACTERS = 64 * 1024  # 60 ms of tokenizing, and 10 MB
+CONTEXT_TOKENS = 4  # of the prompt, for decoders whose text depends on the tokens before
 
 # The expressions that byte-level vocabularies split a text by (GPT-2's is in the library). In all of them a letter
 # belongs to a run of letters, perhaps with an apostrophe's ending, which ends before every character of _CUT, and the

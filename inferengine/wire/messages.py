@@ -48,6 +48,7 @@ MAX_SHARE_NAMES = 8  # of one request, with room for more levels than the engine
 MAX_LIST_ITEMS = 65_536  # entries of one list in a message, beyond which no honest client goes
 MAX_STOP_CHARACTERS = 65_536  # of a stop string that a peer found
 MAX_U32 = 2**32 - 1
+MAX_STALLS = 2  # a request that was in flight at so many stalled steps is not run again
 MAX_BEGINNINGS = 32  # keys of beginnings in one SUBMIT
 PLACED_TOPIC = b"placed."  # then the engine's name: the PUB topic of prompts and sessions it was sent lately
 

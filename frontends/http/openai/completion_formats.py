@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from frontends.common.chat import OutputParser, finish_reason
 from frontends.common.errors import error_object
 from frontends.common.generation import (
-    CONTEXT_TOKENS,
     ChoiceOutput,
     Output,
     Piece,
@@ -29,7 +28,7 @@ from frontends.http.bodies import ExtraFields, StreamingFields
 from frontends.http.respond import EventTemplate
 from inferengine.client import TokenLogprobs
 from inferengine.errors import InferEngineError
-from inferengine.text import Tokenizer
+from inferengine.text import CONTEXT_TOKENS, Tokenizer
 from inferengine.text.output_parser import MessageReader
 from inferengine.text.tokenizer import make_detokenizer
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part, Reasoning

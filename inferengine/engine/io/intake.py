@@ -33,7 +33,6 @@ from inferengine.engine.loop import EngineRef, LoadedEngine
 from inferengine.engine.model_info import ModelCard
 from inferengine.engine.services.adapters import AdapterService
 from inferengine.engine.services.preparation import (
-    CONTEXT_TOKENS,
     GrammarReplay,
     GrammarService,
     TextService,
@@ -42,8 +41,9 @@ from inferengine.engine.services.preparation import (
 from inferengine.errors import InferEngineError, InvalidRequest, bounded
 from inferengine.sampling_params import MAX_PROMPT_LOGPROBS, POOLINGS, SamplingParams, from_map, of_choice, validate
 from inferengine.structured_output.spec import GrammarSpec, grammar_from_list, validate_grammar
+from inferengine.text import CONTEXT_TOKENS
 from inferengine.wire import messages
-from inferengine.wire.messages import DRAINING, READY, Accept, Attach, Cancel, Reject, Submit
+from inferengine.wire.messages import DRAINING, MAX_STALLS, READY, Accept, Attach, Cancel, Reject, Submit
 
 if TYPE_CHECKING:
     from inferengine.structured_output.compiler import Ticket
@@ -52,7 +52,6 @@ MAX_READERS = 64  # of one request: each step is sent to all of them
 CANCELLED = ("cancelled", "The request was cancelled.")
 NOT_KEPT = ("not_found", "There is no such request, or it is not kept any more.")
 RESUMED_SHARE = 2  # times the queue's limits, for requests that an earlier engine had accepted
-MAX_STALLS = 2  # a request that was in flight at so many stalled steps is not run again
 TEXT_TIMEOUT_S = 30.0  # longest that a request waits for its prompt to be tokenized
 RETRY_AFTER_S = 5.0
 MAX_PLACED_BYTES = 64 * 1024  # of keys of placements between two STATUS

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 NUM_THREADS = 2  # encoding releases the GIL
 MOST_WAITING_CHARACTERS = 64 * 1024 * 1024
 BUSY_S = 5.0
-CONTEXT_TOKENS = 4  # of the prompt, for decoders that look at what precedes a text
 
 TokenizeDone = Callable[[list[int] | InferEngineError], None]
 

@@ -142,12 +142,15 @@ def model_work(
         operations_per_draw=2.0 * head_weights,
         groups=tuple(
             AttentionGroup(
-                config.kv_bytes_per_token(group, kv_item_bytes),
-                2.0 * config.layers_of(group) * config.num_heads * _dims(config, config.group_windows[group]),
-                config.group_windows[group],
-                up_projected,
-                to_up_project,
-                config.layers_of(group) / config.caches_of(group),
+                kv_bytes_per_token=config.kv_bytes_per_token(group, kv_item_bytes),
+                operations_per_pair=2.0
+                * config.layers_of(group)
+                * config.num_heads
+                * _dims(config, config.group_windows[group]),
+                window=config.group_windows[group],
+                up_projected_operations_per_pair=up_projected,
+                operations_to_up_project=to_up_project,
+                readings=config.layers_of(group) / config.caches_of(group),
             )
             for group in groups
         ),
