@@ -10,7 +10,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from inferengine.core.scheduler import queues
-from inferengine.core.scheduler.queues import CLAIMED_SHARE, OUTPUT_WEIGHT, PROMPT_WEIGHT, Claim, FirstComeFirstServed
+from inferengine.core.scheduler.queues import (
+    CLAIMED_FRACTION,
+    OUTPUT_WEIGHT,
+    PROMPT_WEIGHT,
+    Claim,
+    FirstComeFirstServed,
+)
 from inferengine.core.sequence import SHARE_LEVELS, Sequence, Share
 
 
@@ -105,24 +111,24 @@ class PlainFairShare:
     def claims(self, now: float, num_slots: float, *, has_free_slot: bool) -> Iterator[Claim]:
         if not self.queues or not self.num_running or not (has_free_slot or self.may_give_way):
             return
-        share = self.share()
-        if share < 1.0:
+        fraction = self.fraction()
+        if fraction < 1.0:
             sequence = self.peek(now, 0)
             if sequence is not None:
                 num_running = self.num_running[self.name(sequence)]
-                if num_running == 0 or num_running < CLAIMED_SHARE * share * num_slots:
-                    yield Claim(sequence, share, num_slots, (self,))  # type: ignore[arg-type]
+                if num_running == 0 or num_running < CLAIMED_FRACTION * fraction * num_slots:
+                    yield Claim(sequence, fraction, num_slots, (self,))  # type: ignore[arg-type]
         for name, num_running in self.num_running.items():
             if not self.is_last and name in self.queues and (has_free_slot or num_running > 1):
-                for claim in self.parts[name].claims(now, num_slots * share, has_free_slot=has_free_slot):
-                    yield replace(claim, share=claim.share * share, nodes=(self, *claim.nodes))  # type: ignore[arg-type]
+                for claim in self.parts[name].claims(now, num_slots * fraction, has_free_slot=has_free_slot):
+                    yield replace(claim, fraction=claim.fraction * fraction, nodes=(self, *claim.nodes))  # type: ignore[arg-type]
 
-    def share(self) -> float:
+    def fraction(self) -> float:
         return 1 / max(1, len(self.queues.keys() | self.num_running.keys()))
 
     @property
     def is_shared(self) -> bool:
-        return self.share() < 1.0 or any(part.is_shared for part in self.parts.values())
+        return self.fraction() < 1.0 or any(part.is_shared for part in self.parts.values())
 
     def victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
         if len(self.num_running) > 1:
@@ -140,7 +146,7 @@ class PlainFairShare:
         if not self.num_running[claiming]:
             return self.num_running[name] > 1
         is_after = (self.counters[claiming], claiming) < (self.counters[name], name)
-        return is_after and self.num_running[name] > self.share() * num_slots
+        return is_after and self.num_running[name] > self.fraction() * num_slots
 
     def admit_first(self, sequence: Sequence) -> None:
         self.first = self.name(sequence)

@@ -571,7 +571,7 @@ class TwoQueues:
 
     def shown(self, claim: Claim) -> tuple[Any, ...]:
         staying = list(claim.staying(self.running))
-        return claim.sequence, claim.share, claim.num_slots, claim.victim(self.running), staying
+        return claim.sequence, claim.fraction, claim.num_slots, claim.victim(self.running), staying
 
     def compare(self) -> None:
         self.both(list)

@@ -134,7 +134,7 @@ class Preemptor:
     def _meet(self, claim: Claim) -> bool:
         state, kv, claimant = self._state, self._state.kv, claim.sequence
         num_tokens = self._capacity.max_model_len if self._contiguous else len(claimant.tokens)
-        may_take_blocks = all(kv.blocks_needed(g, num_tokens) <= g.num_blocks * claim.share for g in kv.groups)
+        may_take_blocks = all(kv.blocks_needed(g, num_tokens) <= g.num_blocks * claim.fraction for g in kv.groups)
         is_known_to_fit = False
         while not state.free_slots or not state.has_room(kv.lookup(claimant), num_tokens):
             victim = claim.victim(state.running)

@@ -398,7 +398,7 @@ class OrderedQueue:
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
-CLAIMED_SHARE = 0.25  # part of its share of slots that a name takes from others; with all of it two would alternate
+CLAIMED_FRACTION = 0.25  # part of its share of slots that a name takes from others; with all of it two would alternate
 MAX_IDLE_NAMES = 10_000  # counters kept of names with nothing waiting
 MAX_IDLE_PARTS = 100  # the same for each name whose share is divided
 FEW_STALE = 32  # outdated heap entries that are kept in any case
@@ -440,7 +440,7 @@ class FairShare:
 
     @property
     def shares(self) -> FairShare:
-        """This queue shares the engine."""
+        """How the engine is shared: by this queue."""
         return self
 
     # -- waiting -----------------------------------------------------------------------------------------------------
@@ -541,20 +541,20 @@ class FairShare:
         have so little within the share of their name, which gives up the slot itself."""
         if not self._queues or not self._num_running or not (has_free_slot or self.may_give_way):
             return
-        share = self.share()
-        if share < 1.0:
+        fraction = self.fraction()
+        if fraction < 1.0:
             sequence = self.peek(now, len(self._num_running))
             if sequence is not None:
                 num_running = self._num_running[self._name(sequence)]
-                if num_running == 0 or num_running < CLAIMED_SHARE * share * num_slots:
-                    yield Claim(sequence, share, num_slots, (self,))
+                if num_running == 0 or num_running < CLAIMED_FRACTION * fraction * num_slots:
+                    yield Claim(sequence, fraction, num_slots, (self,))
         for name, num_running in list(self._num_running.items()):
             queue = self._queues.get(name)
             if isinstance(queue, FairShare) and (has_free_slot or num_running > 1):
-                for claim in queue.claims(now, num_slots * share, has_free_slot=has_free_slot):
-                    yield replace(claim, share=claim.share * share, nodes=(self, *claim.nodes))
+                for claim in queue.claims(now, num_slots * fraction, has_free_slot=has_free_slot):
+                    yield replace(claim, fraction=claim.fraction * fraction, nodes=(self, *claim.nodes))
 
-    def share(self) -> float:
+    def fraction(self) -> float:
         """Return one over the number of active names."""
         return 1 / max(1, len(self._parts))
 
@@ -590,7 +590,7 @@ class FairShare:
             return num_running > 1
         # The less served one is admitted first: the victim must not get its slot back in the same step.
         is_after = (self._counters[claiming], claiming) < (self._counters[name], name)
-        return is_after and num_running > self.share() * num_slots
+        return is_after and num_running > self.fraction() * num_slots
 
     def admit_first(self, sequence: Sequence) -> None:
         """Give the next slot to the name of this sequence."""
@@ -754,7 +754,7 @@ class Claim:
     """
 
     sequence: Sequence
-    share: float
+    fraction: float  # of the engine: that of its share
     num_slots: float  # of the node that the claim is made at
     nodes: tuple[FairShare, ...]
 

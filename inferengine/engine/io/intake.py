@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 MAX_READERS = 64  # of one request: each step is sent to all of them
 CANCELLED = ("cancelled", "The request was cancelled.")
 NOT_KEPT = ("not_found", "There is no such request, or it is not kept any more.")
-RESUMED_SHARE = 2  # times the queue's limits, for requests that an earlier engine had accepted
+RESUMED_FACTOR = 2  # times the queue's limits, for requests that an earlier engine had accepted
 TEXT_TIMEOUT_S = 30.0  # longest that a request waits for its prompt to be tokenized
 RETRY_AFTER_S = 5.0
 MAX_PLACED_BYTES = 64 * 1024  # of keys of placements between two STATUS
@@ -692,8 +692,8 @@ class Intake:
         if resumed:
             limits = replace(
                 limits,
-                max_queued_requests=limits.max_queued_requests * RESUMED_SHARE + engine.loop.most_running,
-                max_queued_tokens=limits.max_queued_tokens * RESUMED_SHARE + limits.num_kv_tokens,
+                max_queued_requests=limits.max_queued_requests * RESUMED_FACTOR + engine.loop.most_running,
+                max_queued_tokens=limits.max_queued_tokens * RESUMED_FACTOR + limits.num_kv_tokens,
                 max_tenant_requests=0,
             )
         if limits.max_tenant_requests:
