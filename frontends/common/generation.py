@@ -23,6 +23,9 @@ from inferengine.text import CONTEXT_TOKENS, TextStream, Tokenizer
 logger = logging.getLogger(__name__)
 
 USAGE_WAIT_S = 1.0  # for the engine's usage of a choice that a stop string ended here
+# Tokens and log-probabilities of one delta that are read at a time. The text of a token takes up to some 1 us, one that
+# is a piece or an event of its own some 13 us.
+MOST_AS_TEXT, MOST_AS_PIECES = 4096, 256
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM writes this
 
 
@@ -67,6 +70,18 @@ class Piece(NamedTuple):
     def is_cut(self) -> bool:
         """Whether the choice ends with this piece, and neither the model nor a stop string ended it."""
         return self.is_last and self.finish_reason != "stop"
+
+
+def split_delta(delta: Delta, most: int) -> tuple[Delta, Delta | None]:
+    """Return the part of a delta that is read now, at most `most` values, and the rest or None: much may have arrived
+    while its reader waited, and reading all at once would make other streams wait."""
+    token_ids, rows = delta.token_ids, delta.logprobs
+    if rows:
+        most = max(1, most // (1 + len(rows[-1].top_ids)))
+    if len(token_ids) <= most:
+        return delta, None
+    now = delta._replace(token_ids=token_ids[:most], logprobs=rows and rows[:most], finish=None)
+    return now, Delta(token_ids[most:], "", rows and rows[most:], delta.finish)
 
 
 class Usage(NamedTuple):
@@ -132,21 +147,36 @@ class ChoiceOutput:
         self._ended = False
 
     async def pieces(self, *, per_token: bool) -> AsyncIterator[list[Piece]]:
-        """Yield new output until the last piece: one piece for each token, or one for all that has arrived."""
+        """Yield new output until the last piece: one piece for each token, or one for all that has arrived; a long
+        output in parts, between which the event loop serves others."""
+        most = MOST_AS_PIECES if per_token else MOST_AS_TEXT
         async for delta in self._stream:
-            pieces = self.read(delta, per_token=per_token)
-            if pieces:
-                yield pieces
-            if self._ended:
-                return
+            now, rest = split_delta(delta, most)
+            while True:
+                pieces = self.read(now, per_token=per_token, rest=rest)
+                if pieces:
+                    yield pieces
+                if self._ended:
+                    return
+                if rest is None:
+                    break
+                await asyncio.sleep(0)
+                now, rest = split_delta(rest, most)
 
     @property
     def source(self) -> TokenSource:
         """The source of deltas, for callers that pass them to `read` themselves. Drop those after the last piece."""
         return self._stream
 
-    def read(self, delta: Delta, *, per_token: bool) -> list[Piece]:
-        """Return the pieces of one delta. After a stop string the rest is dropped and the stream is ended."""
+    def read(self, delta: Delta, *, per_token: bool, rest: Delta | None = None) -> list[Piece]:
+        """Return the pieces of one delta. After a stop string what follows is dropped and the stream is ended. `rest`:
+        what has arrived behind this delta, perhaps with the end."""
+        pieces = self._read(delta, per_token=per_token)
+        if self._ended and rest is not None:
+            self.finish = self.finish or rest.finish  # the end may come after a stop string
+        return pieces
+
+    def _read(self, delta: Delta, *, per_token: bool) -> list[Piece]:
         token_ids, finish = delta.token_ids, delta.finish
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs

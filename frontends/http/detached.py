@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from frontends.common.auth import ApiKey
-from frontends.common.generation import ChoiceOutput, Piece, RequestOutput
+from frontends.common.generation import MOST_AS_PIECES, ChoiceOutput, Piece, RequestOutput
 from frontends.common.resumable import LogView, Registry, RequestLog, RequestMetadata, pack_metadata, unpack_metadata
 from inferengine.client import Delta, Finish
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -25,7 +25,6 @@ from inferengine.sampling_params import SamplingParams
 from inferengine.wire.messages import ID_BYTES, Accept
 
 _POSITION = re.compile(r"([0-9a-f]{32}):(\d{1,9}e?(?:,\d{1,9}e?)*)")
-MOST_VALUES = 256  # tokens and log-probabilities in one delta: each token is an event, which takes some 13 us
 _END = "e"  # after a choice's number of tokens: the client has its end, too
 
 
@@ -137,7 +136,7 @@ class LoggedStream:
             return self._end(error)
         if self._view is None:
             await self._submission.accepted()
-            self._view = self._submission.log.choices[self._choice].view(self._cursor, MOST_VALUES)
+            self._view = self._submission.log.choices[self._choice].view(self._cursor, MOST_AS_PIECES)
         self._reader = asyncio.current_task()
         try:
             return await self._view.__anext__()

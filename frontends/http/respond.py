@@ -29,12 +29,20 @@ from starlette.types import Message, Receive, Scope, Send
 
 from frontends.common.errors import report, unexpected
 from frontends.common.event_loop import Coalescer
-from frontends.common.generation import ChoiceOutput, Output, Piece, RequestOutput, Usage
+from frontends.common.generation import (
+    MOST_AS_PIECES,
+    ChoiceOutput,
+    Output,
+    Piece,
+    RequestOutput,
+    Usage,
+    split_delta,
+)
 from frontends.common.json import dumps, quote
 from frontends.http.detached import StreamReader, StreamState
 from frontends.http.state import HttpState, RunningCall
 from frontends.http.telemetry import describe
-from inferengine.client import Stream
+from inferengine.client import Delta, Stream
 from inferengine.errors import InferEngineError
 
 RouteHandler = Callable[[Request], Awaitable[Response]]
@@ -292,6 +300,7 @@ class Relay:
         self._send = send
         self._coalescer = coalescer
         self._template: EventTemplate | None = None
+        self._rest: Delta | None = None  # taken, and written in the next turn: a slow socket lets much pile up
         self._last: Piece | None = None
         self._failure: BaseException | None = None
         self._blocked: Coroutine[Any, Any, None] | None = None
@@ -318,7 +327,7 @@ class Relay:
         return None if self._last is None else self._last.error
 
     def take_news(self) -> None:
-        """Write all new output. Called by the coalescer."""
+        """Write new output, as much as others can wait for. Called by the coalescer."""
         if self._left:
             return
         try:
@@ -334,11 +343,13 @@ class Relay:
             self._wake()
 
     def _read(self) -> bytes:
-        choice, delta, template = self._choice, self._stream.take(), self._template
+        choice, template = self._choice, self._template
+        delta, self._rest = self._rest or self._stream.take(), None
         if template is not None and delta.finish is None and len(delta.token_ids) == 1:
             token_id = delta.token_ids[0]
             return template.write(choice.read_plain(token_id), token_id)
-        pieces = choice.read(delta, per_token=True)
+        delta, self._rest = split_delta(delta, MOST_AS_PIECES)
+        pieces = choice.read(delta, per_token=True, rest=self._rest)
         if pieces[-1].is_last:
             self._last = pieces[-1]
         body = self._format.events(self._generation, choice, pieces)
@@ -357,7 +368,10 @@ class Relay:
         return False
 
     def _listen(self) -> None:
-        self._stream.on_output(self._has_news)
+        if self._rest is not None:
+            self._coalescer.add(self)
+        else:
+            self._stream.on_output(self._has_news)
 
     def _has_news(self) -> None:
         self._coalescer.add(self)

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 from frontends.common.auth import ANYBODY, ApiKey, Quotas
 from frontends.common.chat import finish_reason
 from frontends.common.event_loop import AdmissionThrottle
-from frontends.common.generation import ChoiceOutput, Piece, draft_token_counts, finite_logprob, token_text
+from frontends.common.generation import (
+    MOST_AS_TEXT,
+    ChoiceOutput,
+    Piece,
+    draft_token_counts,
+    finite_logprob,
+    token_text,
+)
 from frontends.common.json import OffLoop
 from frontends.common.model import ModelContext, ServedModel
 from frontends.common.resumable import ChoiceLog, Registry, RequestLog, unpack_metadata
@@ -62,9 +69,6 @@ class ChoiceEnd(NamedTuple):
     finish: Finish | None
 
 
-MOST_VALUES = 4096  # tokens and log-probabilities in one frame: they take up to some 1 us each
-
-
 class ChoiceWriter:
     """Writes a choice's delta frames. `run` returns the content of its done frame."""
 
@@ -91,7 +95,7 @@ class ChoiceWriter:
         self._options = options
         self._tokenizer = tokenizer
         self._log = log
-        self._view = log.view(cursor, MOST_VALUES)
+        self._view = log.view(cursor, MOST_AS_TEXT)
         self._choice = ChoiceOutput(index, (), self._view, text)
         self._channel = channel
         self._head = channel.delta_head(options.name, index)

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from frontends.common import generation
 from frontends.common.event_loop import Coalescer
 from frontends.common.generation import ChoiceOutput, Piece
+from frontends.http import respond
 from frontends.http.respond import EventTemplate, KeepAlive, Relay
 from inferengine.client import Stream
-from inferengine.client.requests import Finish, OutputCollector
+from inferengine.client.requests import Finish, OutputCollector, TokenLogprobs
 from inferengine.errors import InferEngineError
 from inferengine.text import TextStream
 from tests.frontends.http.builders import TOKENIZER, ids
@@ -116,6 +118,54 @@ def test_what_a_full_socket_holds_up_comes_together_later() -> None:
             await asyncio.sleep(0)
         assert socket.text == TEXT
         assert len(socket.written) < 7
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stop", [(), ("fox",), ("nowhere",)])
+def test_what_piled_up_is_written_in_parts_with_turns_of_others_in_between(
+    monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(respond, "MOST_AS_PIECES", 4)
+
+    async def run() -> None:
+        socket = Socket()
+        line = Line(socket, stop=stop)
+        line.collector.add_tokens(ids(TEXT))
+        line.collector.end(LENGTH)
+        turns = 0
+        while not line.running.done():
+            turns += 1
+            assert turns < 100
+            await asyncio.sleep(0)
+        expected = TEXT if stop != ("fox",) else "the quick brown "
+        assert socket.text == expected
+        assert line.choice.finish == LENGTH
+        assert max(body.count(b"[") for body in socket.written) <= 4
+        assert turns >= len(socket.written)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_choice_is_read_in_parts(monkeypatch: pytest.MonkeyPatch, per_token: bool) -> None:
+    monkeypatch.setattr(generation, "MOST_AS_PIECES", 4)
+    monkeypatch.setattr(generation, "MOST_AS_TEXT", 4)
+
+    async def run() -> None:
+        row = TokenLogprobs(-1.0, 1, [1], [-1.0])
+        line = Line(Socket())
+        line.running.cancel()
+        line.collector.add_tokens(ids(TEXT))
+        line.collector._logprobs = [row] * len(ids(TEXT))
+        line.collector.end(LENGTH)
+        parts = [pieces async for pieces in line.choice.pieces(per_token=per_token)]
+        assert "".join(piece.text for pieces in parts for piece in pieces) == TEXT
+        assert [len(piece.logprobs or ()) for pieces in parts for piece in pieces] == [
+            len(piece.token_ids) for pieces in parts for piece in pieces
+        ]
+        assert max(sum(len(piece.token_ids) for piece in pieces) for pieces in parts) == 2  # each with an alternative
+        assert line.choice.finish == LENGTH
 
     asyncio.run(run())
 

@@ -88,7 +88,7 @@ def test_the_text_is_that_of_an_undisturbed_request(
     fronts: TwoFronts, path: str, more: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if seed % 2:  # the output before the position is read in several pieces
-        monkeypatch.setattr(detached, "MOST_VALUES", 3)
+        monkeypatch.setattr(detached, "MOST_AS_PIECES", 3)
     body = {key: value for key, value in {**PROMPT, **more}.items() if value is not None}
     draw = random.Random(seed)
     reader = fronts.interrupted(path, body, [draw.randrange(1, 12) for _ in range(draw.randrange(1, 5))])

@@ -45,7 +45,7 @@ def resume(client, reading, **rest):
 def test_a_dropped_connection_loses_and_repeats_nothing(tmp_path, kind, seed, monkeypatch):
     generator = random.Random(seed)
     if seed % 2:  # the output before the cursor is read in several pieces
-        monkeypatch.setattr(socket_request, "MOST_VALUES", 3)
+        monkeypatch.setattr(socket_request, "MOST_AS_TEXT", 3)
     with (
         make_engine(tmp_path, lambda prompt, choice: TEXT, files=model_files(kind)) as engine,
         serving(engine) as server,
