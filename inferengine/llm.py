@@ -242,7 +242,8 @@ class LLM:
     ) -> list[Generation]:
         """Answer one conversation or several: lists of {"role", "content"}.
 
-        `template` holds variables for the chat template. Otherwise as `generate`.
+        `template` holds variables for the chat template. Otherwise as `generate`. Raises InvalidRequest, also for
+        a model without a chat template.
         """
         if self.chat_template is None:
             raise InvalidRequest("messages", "the model has no chat template: use generate", code="unsupported")

@@ -364,7 +364,8 @@ class Quotas:
             self.leave(key)
 
     def enter(self, key: ApiKey) -> None:
-        """Begin to count a request, as `request` does. Call `leave` once for each."""
+        """Begin to count a request, as `request` does. Call `leave` once for each. Raises as `request`; then nothing is
+        counted."""
         if self._max_in_flight and self.in_flight() >= self._max_in_flight:
             raise InferEngineError("overloaded", "The server answers as many requests as it may.", retry_after_s=1.0)
         if key.max_in_flight and self.in_flight(key) >= key.max_in_flight:

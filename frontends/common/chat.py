@@ -352,7 +352,7 @@ async def read_chat_prompt(
 ) -> ChatPrompt:
     """Make the prompt of `messages`, `tools` and the other fields of a conversation. `structure`: the grammar that the
     request asks for. `last`, `most`: see `ServedModel.tokenize`. A grammar applies from the first token of the output,
-    so there is no reasoning with one."""
+    so there is no reasoning with one. Raises InvalidRequest naming the field."""
     tools = read_tools(body, config.limits)
     format = _format(served, config)
     text = await _render(body, served, tools)

@@ -184,7 +184,8 @@ class ServedModel:
             raise InvalidRequest(name, message, code="context_length_exceeded") from None
 
     async def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """Return the prompt text of a conversation, made by the model's chat template."""
+        """Return the prompt text of a conversation, made by the model's chat template. Raises InvalidRequest, also for
+        a model without one."""
         if self.template is None:
             raise InvalidRequest(
                 "messages", "this model has no chat template: use /v1/completions with a prompt", code="unsupported"

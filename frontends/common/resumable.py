@@ -194,7 +194,8 @@ class LogView:
         return self._position if self._position >= self._cursor else self._cursor - 1
 
     def take(self) -> Delta:
-        """Return the next output without waiting. Call only when `has_news`."""
+        """Return the next output without waiting. Call only when `has_news`. Raises InferEngineError naming `cursors`
+        for a cursor beyond the end."""
         log, start = self._log, self._position
         repeats, end = start < self._cursor, len(log.token_ids)
         if repeats and end < self._cursor:

@@ -764,7 +764,8 @@ def read_structure(body: dict[str, Any], config: Config) -> tuple[GrammarSpec | 
 
 
 def read_label(body: dict[str, Any], request_id: str) -> str:
-    """Return the request's name in ids and logs: the body's `request_id`, else the id of the HTTP request."""
+    """Return the request's name in ids and logs: the body's `request_id`, else the id of the HTTP request. Raises
+    InvalidRequest."""
     label = read_fields(SchedulingFields, body).request_id or request_id
     if len(label) > MAX_NAME_CHARACTERS // 2 or not label.isprintable():
         raise InvalidRequest("request_id", f"must have at most {MAX_NAME_CHARACTERS // 2} printable characters")
@@ -774,7 +775,7 @@ def read_label(body: dict[str, Any], request_id: str) -> str:
 def read_truncation(body: dict[str, Any], served: ServedModel, max_tokens: int | None) -> int | None:
     """Read `truncate_prompt_tokens`: how many tokens from its end a prompt keeps; None: all.
 
-    -1 keeps as many as leave room for the output.
+    -1 keeps as many as leave room for the output. Raises InvalidRequest.
     """
     keep = read_fields(TruncationFields, body).truncate_prompt_tokens
     if keep == 0:

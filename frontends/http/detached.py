@@ -68,7 +68,8 @@ def read_stream_id(text: str) -> bytes:
 
 
 def read_position(last_event_id: str | None, stream_id: str) -> Position:
-    """Read the position in a Last-Event-ID header; without one it is the beginning of the stream."""
+    """Read the position in a Last-Event-ID header; without one it is the beginning of the stream. Raises InvalidRequest
+    for an id of another stream or of none."""
     if not last_event_id:
         return Position()
     found = _POSITION.fullmatch(last_event_id)

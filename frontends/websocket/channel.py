@@ -186,7 +186,8 @@ class FramesProtocol(WebSocketsSansIOProtocol):
         self.conn.parser.close()  # a generator that refers to `conn`, which refers to it
 
     async def send(self, message: Any) -> None:
-        """Send an ASGI event. FRAMES returns at once unless the transport's buffer is full."""
+        """Send an ASGI event. FRAMES returns at once unless the transport's buffer is full. Raises
+        ClientDisconnected."""
         if message["type"] != FRAMES:
             await super().send(message)
             if message["type"] == "websocket.http.response.body" and not message.get("more_body"):

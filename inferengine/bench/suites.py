@@ -71,7 +71,7 @@ def saturation(rows: Sequence[dict[str, Any]]) -> int | None:
 
 def arrivals(measure: Measure, options: LoadOptions, shares: Sequence[float]) -> dict[str, Any]:
     """Measure all requests at once (burst), then equal gaps (steady) and Poisson arrivals at these shares of the rate
-    at which a closed loop of `options.concurrency` ends requests."""
+    at which a closed loop of `options.concurrency` ends requests. Raises InferEngineError where none completed."""
     closed = measure(replace(options, rate=0.0))
     most = closed["requests_per_s"]
     if not most:

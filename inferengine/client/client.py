@@ -186,7 +186,8 @@ class AsyncClient:
         return self.welcome
 
     def start(self) -> None:
-        """Open the sockets and let them connect in the background. Needs a running event loop."""
+        """Open the sockets and let them connect in the background. Needs a running event loop. Raises RuntimeError
+        after `close`."""
         if self._session is not None:
             return
         if self._closed:

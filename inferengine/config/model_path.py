@@ -110,7 +110,8 @@ def weight_paths(folder: Path) -> list[Path]:
 
 
 def draft_folder(config: Config, *, on_cpu: bool) -> Path | None:
-    """Return the folder of the draft model; None without one. `on_cpu`: whether the model runs on a CPU."""
+    """Return the folder of the draft model; None without one. `on_cpu`: whether the model runs on a CPU. Raises
+    ConfigError where `speculation.method = draft` has no draft model of the same vocabulary."""
     speculation = config.speculation
     if speculation.method not in ("auto", "draft"):
         return None

@@ -543,7 +543,8 @@ def load(
 
 
 def parse_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Split `--section.key value` and `--section.key=value` from the rest. A bool flag may stand alone."""
+    """Split `--section.key value` and `--section.key=value` from the rest. A bool flag may stand alone. Raises
+    ConfigError for an unknown key or a missing value."""
     known = keys()
     flags: dict[str, str] = {}
     rest: list[str] = []

@@ -311,7 +311,8 @@ class PrefixCache:
         return True
 
     def evict(self, block_id: int) -> bytes:
-        """Forget a block whose content is about to be overwritten. Returns the hash that is gone."""
+        """Forget a block whose content is about to be overwritten. Returns the hash that is gone. Raises RuntimeError
+        for a block without cached content."""
         digest = self._hash_by_block[block_id]
         if digest is None:
             raise RuntimeError(f"block {block_id} was evicted but is not cached")

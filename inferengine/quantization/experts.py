@@ -117,7 +117,8 @@ class StoredExperts:
 
 
 def with_expert_codes(base: Ops) -> Ops:
-    """Return `base`, whose `pack_experts` takes what a checkpoint stored too."""
+    """Return `base`, whose `pack_experts` takes what a checkpoint stored too. That raises ConfigError for reordered
+    inputs."""
 
     def ready(source: Any) -> Any:
         if isinstance(source, StoredWeight):

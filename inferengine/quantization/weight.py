@@ -60,7 +60,8 @@ def spread(values: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 
 
 def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Stack projections of one input as one weight. Blocks of several rows that a seam would cut become rows' own."""
+    """Stack projections of one input as one weight. Blocks of several rows that a seam would cut become rows' own.
+    Raises ValueError for blocks of different sizes."""
     if len(parts) == 1:
         return parts[0]
     if any(part.shape[0] % part.block.rows for part in parts[:-1]) or any(

@@ -185,7 +185,7 @@ def read_response_tools(tools: Any, choice: Any) -> ResponseTools:
 
 
 def read_response_choice(choice: Any) -> Any:
-    """Convert `tool_choice` to that of the chat API."""
+    """Convert `tool_choice` to that of the chat API. Raises InvalidRequest naming the field."""
     if not isinstance(choice, dict):
         if choice not in (None, "none", "auto", "required"):
             raise InvalidRequest("tool_choice", 'must be none, auto, required or {"type": "function", "name"}')

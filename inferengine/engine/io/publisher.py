@@ -499,7 +499,8 @@ class Subscription:
         return self.wants_text and log.text is not None and self.characters < len(log.text.text)
 
     def terminal_row(self) -> Done:
-        """Return the log's terminal row under this stream's number. Only when the log has ended."""
+        """Return the log's terminal row under this stream's number. Only when the log has ended. Raises RuntimeError
+        before that."""
         ended = self.log.ended
         if ended is None:
             raise RuntimeError("the log has not ended")

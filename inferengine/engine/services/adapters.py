@@ -60,7 +60,7 @@ class AdapterService:
         reply({"adapters": sorted(self.names)})
 
     def load(self, arguments: dict[str, Any], reply: SendReply) -> None:
-        """Load an adapter. Answers when requests may name it."""
+        """Load an adapter. Answers when requests may name it. Raises `conflict` for a name that is loaded."""
         store, name = self._ready(), self._name(arguments)
         if name in self.names or name in self._coming:
             raise InferEngineError("conflict", f"the adapter {name} is loaded already", field="name")

@@ -42,7 +42,8 @@ class Profiler:
         self._make, self._loop = make, loop
 
     def profile(self, arguments: dict[str, Any], reply: SendReply) -> None:
-        """Record `steps` steps, at most for `wait_s` seconds, and answer with the trace."""
+        """Record `steps` steps, at most for `wait_s` seconds, and answer with the trace. Raises `engine_unavailable`,
+        `unsupported`, or `conflict` while another profile is recorded."""
         steps = _integer(arguments, "steps", STEPS, MAX_STEPS)
         wait_s = _seconds(arguments, "wait_s", WAIT_S, MAX_WAIT_S)
         if self._loop is None:

@@ -360,7 +360,8 @@ class Graph:
         return name
 
     def output(self, value: str, name: str, shape: Sequence[Any]) -> str:
-        """Declare the latest node's value as an output of the graph called `name`. Returns the name."""
+        """Declare the latest node's value as an output of the graph called `name`. Returns the name. Raises ValueError
+        for an earlier value."""
         node = self._nodes[-1]
         if list(node.output) != [value]:
             raise ValueError(f"{value} is not the latest value")

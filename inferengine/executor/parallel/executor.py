@@ -178,7 +178,7 @@ class ParallelDraws:
         self._draws.provide_masks(words)
 
     def result(self) -> StepResult:
-        """Wait for the step."""
+        """Wait for the step. Raises DeviceLost where a rank is lost."""
         result: StepResult = self._executor._together(self._draws.result)
         lost = self._executor.communicator.lost
         if lost is not None:
@@ -201,7 +201,7 @@ class ParallelAdapters:
         return self._local.read(name)
 
     def add(self, adapter: Adapter) -> int:
-        """Load an adapter on all ranks. Returns its number."""
+        """Load an adapter on all ranks. Returns its number. Raises DeviceLost where only some ranks may have it."""
         self._ranks.send(ADD_ADAPTER + adapter.name.encode())
         try:
             return self._local.add(adapter)

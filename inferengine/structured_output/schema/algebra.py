@@ -217,7 +217,8 @@ class Algebra:
         return found
 
     def schema(self, schema: Any, base: str, scope: Scope) -> Expr:
-        """Return the expression of a subschema. `scope`: the resources that were entered, for $dynamicRef."""
+        """Return the expression of a subschema. `scope`: the resources that were entered, for $dynamicRef. Raises
+        Refusal."""
         if schema is True or schema == {}:
             return TRUE
         if schema is False:
@@ -381,7 +382,7 @@ class Algebra:
         return self.of(ANYTHING._replace(objects=(ObjectShape((name,), (PropertyRule(literal(name), FALSE),)),)))
 
     def references(self, schema: dict[str, Any], base: str, scope: Scope) -> list[Location]:
-        """Return what $ref and $dynamicRef of a schema name."""
+        """Return what $ref and $dynamicRef of a schema name. Raises Refusal."""
         found = []
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if keyword in schema:
@@ -401,7 +402,8 @@ class Algebra:
         return found + [(key, value) for key, value in _map(schema, "dependencies").items() if _is_schema(value)]
 
     def own(self, schema: dict[str, Any], base: str, scope: Scope) -> ValueSet:
-        """Return what the keywords of a schema itself allow, without those that apply schemas to the same value."""
+        """Return what the keywords of a schema itself allow, without those that apply schemas to the same value. Raises
+        Refusal."""
         found = ANYTHING
         if "type" in schema:
             names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
@@ -458,7 +460,7 @@ class Algebra:
         return both(*found)
 
     def pattern(self, pattern: Any) -> Language:
-        """Return the texts that a `pattern` matches."""
+        """Return the texts that a `pattern` matches. Raises Refusal."""
         if not isinstance(pattern, str):
             raise Refusal("pattern must be a string")
         if pattern not in self._patterns:

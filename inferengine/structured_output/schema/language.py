@@ -329,7 +329,8 @@ def _resolve(item: Language, anchor: Language, *, forward: bool, at_edge: bool =
 
 
 def to_terminal(item: Language, *, quoted: bool) -> str:
-    """Write a language as the right side of a Lark terminal. `quoted`: as JSON strings, with their quotes."""
+    """Write a language as the right side of a Lark terminal. `quoted`: as JSON strings, with their quotes. Raises
+    ValueError for an intersection inside a concatenation."""
     if not item.has_logic:
         return f'/"{to_regex(item, quoted=True)}"/' if quoted else f"/{to_regex(item)}/"
     if item.kind == "not":
