@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 Compile = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -47,6 +48,21 @@ for line in sys.stdin:
             os._exit(status)
     print(os.waitpid(child, 0)[1], flush=True)
 """
+
+
+def stop_before_ptx() -> None:
+    """Compile kernels to LLVM's instructions alone, unoptimized: how much shared memory they take is known by then."""
+    from triton import knobs
+
+    def cut(backend: Any, stages: dict[str, Any], *rest: Any) -> None:
+        for stage, made in (("ptx", ""), ("cubin", b"")):
+            stages[stage] = lambda source, metadata, made=made: metadata.update(name="kernel") or made
+
+    def hook(*arguments: Any) -> Any:
+        return cut(*arguments) if arguments else ("before ptx", "before ptx")  # the latter is part of the cache's key
+
+    knobs.runtime.add_stages_inspection_hook = hook
+    os.environ["DISABLE_LLVM_OPT"] = "1"
 
 
 @contextmanager

@@ -9,15 +9,16 @@ import torch
 from inferengine.kernels.batch import SharedPrefixColumns
 from inferengine.kernels.cuda.attention import decode, shared_prefix
 from inferengine.kernels.cuda.split_k import Scratch
+from tests.kernels.compiler_process import stop_before_ptx
 
 class Compiled:
     def __init__(self, kernel): self.kernel = kernel
     def __getitem__(self, grid):
         def launch(*args, **options):
             made = self.kernel.warmup(*args, grid=grid, **options)
-            ptx = made.asm["ptx"]
-            products = len(re.findall("wgmma.mma_async|mma.sync", ptx))
-            print(self.kernel.fn.__name__, made.metadata.shared, products, "griddepcontrol.wait" in ptx)
+            text = made.asm["ptx"] or made.asm["llir"]
+            products = len(re.findall("wgmma.mma_async|mma.sync", text))
+            print(self.kernel.fn.__name__, made.metadata.shared, products, "griddepcontrol.wait" in text)
         return launch
 
 decode._decode_kernel = Compiled(decode._decode_kernel)
@@ -25,6 +26,8 @@ shared_prefix._prefix_kernel = Compiled(shared_prefix._prefix_kernel)
 decode.supports_pdl = shared_prefix.supports_pdl = lambda device: True
 rows, heads, kv_heads, head_dim = map(int, sys.argv[1:5])
 dtype, cache = (getattr(torch, name) for name in sys.argv[5:7])
+if dtype == torch.float32:  # without tensor cores, as many instructions as multiplications
+    stop_before_ptx()
 one, block = torch.zeros(rows, dtype=torch.int32), int(sys.argv[7])
 shared_prefix.shared_decode_attention(
     torch.zeros(rows, heads, head_dim, dtype=dtype), torch.zeros(2, 2, kv_heads, block, head_dim, dtype=cache),
