@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, dataclass_transform
 
 from inferengine.core.constraints import Grammar, TokenRules, token_rules
 from inferengine.errors import InferEngineError
@@ -35,7 +35,17 @@ def make_share(*names: str) -> Share:
     return first, second, third
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+def checked_as_frozen(cls: type[T]) -> type[T]:
+    """Make a dataclass that is frozen for type checkers alone: `frozen=True` would take several times as long to make
+    an instance, because it sets every field through object.__setattr__."""
+    return dataclass(slots=True, eq=False)(cls)
+
+
+@checked_as_frozen
 class Request:
     """One choice of one accepted submission. The intake has validated every field.
 
