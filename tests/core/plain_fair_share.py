@@ -161,9 +161,6 @@ class PlainFairShare:
         if name in self.parts:
             self.parts[name].charge(sequence, num_tokens)
 
-    def service(self, name: str) -> float:
-        return self.counters.get(name, 0.0)
-
     def ahead_of(self, share: Share) -> tuple[int, int]:
         queue = self.queues.get(share[self.level])
         if queue is None:
