@@ -214,6 +214,25 @@ def missing_public_docstrings(sources: Iterable[Source]) -> list[str]:
     ]
 
 
+NO_VERBS = {"A", "An", "As", "Each", "Every", "How", "Its", "Of", "The", "What", "Whether", "Where"}
+
+
+def docstrings_without_verb(sources: Iterable[Source]) -> list[str]:
+    """Return functions whose docstring begins as a noun does, and not with what the function does.
+
+    Properties are read as values. Kernels' sources are left out: their hash names measured tables.
+    """
+    return [
+        f"{source.module}:{node.lineno} {node.name}: {docstring.splitlines()[0]}"
+        for source in sources
+        if not source.module.startswith("inferengine.kernels.cuda.")
+        for node in _functions(source)
+        if (docstring := ast.get_docstring(node))
+        and docstring.split(maxsplit=1)[0] in NO_VERBS
+        and not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]
+
+
 def repeated_file_names(sources: Iterable[Source], allowed: Mapping[str, set[str]]) -> list[str]:
     """Return modules of one part of the tree that share a file name. `allowed`: names by part that may be shared."""
     places: dict[tuple[str, str], list[str]] = {}

@@ -43,6 +43,7 @@ def test_the_tree_was_read() -> None:
         rules.unsafe_code,
         rules.requests_made_elsewhere,
         rules.missing_docstrings,
+        rules.docstrings_without_verb,
     ],
     ids=lambda rule: rule.__name__,
 )

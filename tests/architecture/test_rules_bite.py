@@ -100,6 +100,12 @@ CASES: list[tuple[Rule, str, str, str]] = [  # rule, module, guilty text, innoce
         "def a(): ...",
         "def a():\n    '''Do it.'''\n    def b(): ...",
     ),
+    (
+        rules.docstrings_without_verb,
+        "inferengine.wire.messages",
+        "def a():\n    '''The size of it.'''",
+        "def a():\n    '''Return the size of it.'''\n@property\ndef b():\n    '''The size of it.'''",
+    ),
     (rules.tests_that_cannot_fail, "tests.core.test_x", "def test_a():\n    run()", "def test_a():\n    assert run()"),
     (
         rules.tests_that_cannot_fail,
