@@ -246,8 +246,8 @@ def fragmentation(
             asked = replace(options, url=url, detailed=True)
             with CacheSampler(asked) as sampler:
                 loads.append(measure(asked))
-        if told := sampler.summary():
-            measured.append(told)
+        if summary := sampler.summary():
+            measured.append(summary)
     load = loads[0]
     held = held_tokens(load)
     longest = max((sum(pair) for pair in zip(load["input_lens"], load["output_lens"], strict=True)), default=0)
@@ -540,14 +540,14 @@ def _cells(found: dict[str, Any]) -> list[list[str]]:
             lines = [[_name(row), *_figures(row), _shares(row["roofline_share"]), _percent(row["mfu"])] for row in rows]
             return [["load", *COLUMNS, "share of the roofline", "MFU"], *lines]
         case "fragmentation":
-            told = {row["block_size"]: row for row in found["measured"]}
+            measured = {row["block_size"]: row for row in found["measured"]}
             lines = [
                 [
                     f"{row['block_size']} tokens" + (", one a request (contiguous)" if row.get("contiguous") else ""),
                     _percent(row["average"]),
                     _percent(row["peak"]),
                     f"{row['peak_blocks']:,}",
-                    *(_percent(told.get(row["block_size"], {}).get(name)) for name in ("average", "peak")),
+                    *(_percent(measured.get(row["block_size"], {}).get(name)) for name in ("average", "peak")),
                 ]
                 for row in rows
             ]

@@ -637,8 +637,8 @@ MAX_COPY_BYTES = 64 << 20  # most that a copy may take, all layers together
 MIN_EQUAL_STEPS = 2  # steps of the same rows after which a copy is made: before, it might not pay for itself
 ROOM = 64  # a place has room for this many to twice as many tokens more than the longest row
 RAGGED = 1.25  # padding to the longest row, over all keys, beyond which rows are too unequal to lie side by side
-NEWCOMERS = 0.25  # share of a step's rows beyond which it is another batch
-FILLED = 0.75  # share of places below which they are picked, not taken as they lie
+NEW_ROWS = 0.25  # fraction of a step's rows beyond which it is another batch
+FILLED = 0.75  # fraction of places below which they are picked, not taken as they lie
 SPARE_QUERIES = 12  # repeated queries that cost as much as a row whose keys are copied for its later queries
 SPARSE_STEPS = 4  # such steps in a row after which the copy is too large for what is left of its rows
 
@@ -700,7 +700,7 @@ class DecodeKvCache:
         if highest >= len(self._last_step):
             self._last_step = np.concatenate((self._last_step, np.zeros(highest + 1, dtype=np.int64)))
         num_new = int((self._last_step[columns.row_slot] < self._step).sum())
-        self._num_alike = self._num_alike + 1 if num_new <= NEWCOMERS * len(columns.row_slot) else 0
+        self._num_alike = self._num_alike + 1 if num_new <= NEW_ROWS * len(columns.row_slot) else 0
         self._step += 1
         self._last_step[columns.row_slot] = self._step
         self._last_rows = rows

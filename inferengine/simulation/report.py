@@ -63,9 +63,9 @@ class TokenIntervals:
                 self._record(interval, len(output.uids))
         elif output.uids:
             members = set(output.uids)
-            steady = len(members & self._members)
-            if steady:
-                self._record(interval, steady)
+            num_kept = len(members & self._members)
+            if num_kept:
+                self._record(interval, num_kept)
             for uid in members - self._members:
                 since = self._paused.pop(uid, None)
                 if since is not None:

@@ -231,9 +231,9 @@ def read_logprobs(
     rows: list[TokenLogprobs] = []
     for place, token_id in enumerate(token_ids):
         own = found.token_logprobs[place]
-        told = (found.top_logprobs or [])[place : place + 1]
+        top = (found.top_logprobs or [])[place : place + 1]
         others = sorted(
-            ((_token_id(token, vocab_size), value) for token, value in (told[0] if told and told[0] else {}).items()),
+            ((_token_id(token, vocab_size), value) for token, value in (top[0] if top and top[0] else {}).items()),
             key=lambda item: (-item[1], item[0]),
         )
         logprob = -9999.0 if own is None else own
@@ -289,10 +289,10 @@ def error_of_status(status: int, body: bytes, retry_after: str | None = None) ->
     if retry_after is not None and retry_after.strip().isdecimal():  # else a date, which few servers send
         wait_s = min(float(retry_after), LONGEST_WAIT_S)
     try:
-        told = json.loads(body)
+        document = json.loads(body)
     except ValueError:
-        told = {}
-    inner = told.get("error", told) if isinstance(told, Mapping) else {}
+        document = {}
+    inner = document.get("error", document) if isinstance(document, Mapping) else {}
     inner = inner if isinstance(inner, Mapping) else {}
     code, message = inner.get("code"), inner.get("message", inner.get("detail"))  # FastAPI says `detail`
     text = bounded(message) if isinstance(message, str) and message else f"The upstream answered {status}."

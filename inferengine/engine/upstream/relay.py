@@ -487,8 +487,8 @@ def _as_end(error: InferEngineError, sequence: Sequence) -> InferEngineError:
 
 def _note_cached(sequence: Sequence, usage: UpstreamUsage | None) -> None:
     if usage is not None and usage.prompt_tokens_details is not None:
-        told = usage.prompt_tokens_details.cached_tokens or 0
-        sequence.num_cached = min(max(0, told), sequence.num_prompt)
+        num_cached = usage.prompt_tokens_details.cached_tokens or 0
+        sequence.num_cached = min(max(0, num_cached), sequence.num_prompt)
 
 
 def _vocab_size(card: ModelCard) -> int:
