@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import http.client
 import json
 import os
 import re
@@ -32,7 +34,7 @@ from frontends.http.openapi import (
     describe,
 )
 from inferengine.config import LimitsConfig
-from tests.frontends.http.builders import House, says
+from tests.frontends.http.builders import HEADERS, House, says
 from tests.frontends.http.test_tools import CITY, THOUGHT, TWO_CALLS, writes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -378,11 +380,18 @@ WRONG: list[Any] = [
 @pytest.mark.parametrize("path", sorted(TABLES))
 def test_no_small_value_of_a_wrong_type_is_taken(served: House, path: str) -> None:
     taken = []
-    for field in TABLES[path]:
-        for value in WRONG:
-            body = {**GOOD[path], **WITH.get(field.name, {}), field.name: value}
-            if not validator(path).is_valid(body) and served.post(path, **body).status_code == 200:
-                taken.append((field.name, value))
+    connection = http.client.HTTPConnection(served.front.url.removeprefix("http://"))  # httpx takes thrice as long
+    with contextlib.closing(connection):
+        for field in TABLES[path]:
+            for value in WRONG:
+                body = {**GOOD[path], **WITH.get(field.name, {}), field.name: value}
+                if validator(path).is_valid(body):
+                    continue
+                connection.request("POST", path, json.dumps(body), HEADERS)
+                with connection.getresponse() as response:
+                    response.read()
+                if response.status == 200:
+                    taken.append((field.name, value))
     assert taken == []
 
 
