@@ -108,7 +108,7 @@ class Page:
 
 
 def programs() -> tuple[str, str]:
-    """Node and Firefox; the test is skipped where one is missing."""
+    """Return Node and Firefox; the test is skipped where one is missing."""
     executable = next((path for name in ("firefox-esr", "firefox") if (path := shutil.which(name))), None)
     node = shutil.which("node")
     if executable is None:

@@ -54,7 +54,7 @@ class EngineProcess:
 
 @contextmanager
 def engine_processes(folder: Path, count: int, *, step_s: float, **limits: int) -> Iterator[list[EngineProcess]]:
-    """Started engines; wait through a client until they are READY."""
+    """Yield started engines; wait through a client until they are READY."""
     with ExitStack() as stack:
         engines = [EngineProcess(f"ipc://{folder}/{index}.sock", step_s=step_s, **limits) for index in range(count)]
         for engine in engines:

@@ -195,7 +195,7 @@ _original_broadcast = TritonSemantic.broadcast_impl_value
 
 
 def _broadcast(self: Any, one: Any, other: Any) -> tuple[Any, Any]:
-    """Most operands have one shape already. Each shape is kept once, and is one object."""
+    """Broadcast operands, most of which have one shape already. Each shape is kept once, and is one object."""
     if one.shape is other.shape:
         return one, other
     return _original_broadcast(self, one, other)

@@ -14,7 +14,7 @@ from frontends.common.json import LARGE, MOST_CONTAINERS, OffLoop, TooManyContai
 
 
 def filler(seed: int) -> Any:
-    """Something of every kind that JSON has."""
+    """Return something of every kind that JSON has."""
     draw = random.Random(seed)
     kinds: list[Any] = [None, True, 'näher \\ "[{" \U0001f389', 2**70, -7, 1.5e300, -0.0, 128_000, {}, []]
     items = [draw.choice(kinds) for _ in range(30_000)]

@@ -60,7 +60,7 @@ async def kept(store: ResponseStore, number: int, tenant: str = "") -> bool:
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[openai.OpenAI, openai.OpenAI]]:
-    """Clients of two front ends that share a database, on one engine."""
+    """Yield clients of two front ends that share a database, on one engine."""
     path = make_database(tmp_path_factory.mktemp("responses"))
     with run_service(step_s=0.005) as engine:
         fronts = [FrontEnd(engine.config, responses_path=path) for _ in range(2)]
