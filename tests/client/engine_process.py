@@ -1,14 +1,13 @@
-"""An engine as a process of its own, with a simulated device: `python -m tests.client.engine_process SOCKET STEP_S`.
+"""An engine as a process of its own, with a simulated device, forked from one that has imported all of it.
 
 Tests of the pool kill and restart it.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +18,8 @@ from inferengine.simulation.simulated_executor import SimulatedExecutor
 from tests.engine.builders import make_card, small_capacity
 
 ROOT = Path(__file__).parents[2]
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["pytest", __name__])
 
 
 class EngineProcess:
@@ -28,28 +29,27 @@ class EngineProcess:
         self, address: str, *, step_s: float, max_queued_requests: int = 1024, drain_timeout_s: int = 30
     ) -> None:
         self.address = address
-        self._arguments = [address, str(step_s), str(max_queued_requests), str(drain_timeout_s)]
+        self._arguments = (address, step_s, max_queued_requests, drain_timeout_s)
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tests.client.engine_process", *self._arguments]
-        self.process = subprocess.Popen(command, cwd=ROOT)
+        self.process = FORKING.Process(target=main, args=self._arguments, daemon=True)
+        self.process.start()
 
     def kill(self) -> None:
         """Kill it: no GOODBYE, no terminal rows."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.join(10)
 
     def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
 
     def drain(self) -> None:
         self.process.terminate()
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.kill()
+        self.kill()
 
 
 @contextmanager
@@ -76,7 +76,3 @@ def main(address: str, step_s: float, max_queued_requests: int, drain_timeout_s:
     while (code := service.wait(0.1)) is None:
         pass
     os._exit(code)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

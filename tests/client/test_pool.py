@@ -213,8 +213,8 @@ def test_a_draining_engine_finishes_its_requests_and_refused_ones_move() -> None
         during = [submit(pool, 5, seed) for seed in range(30)]
         results = await asyncio.gather(*(read(item.streams[0]) for item in before + during))
         assert {(finish.reason, str(finish.detail)) for _, (finish,) in results} == {("length", "None")}
-        await until(lambda: engines[2].process.poll() is not None)
-        assert engines[2].process.returncode == 0
+        await until(lambda: engines[2].process.exitcode is not None)
+        assert engines[2].process.exitcode == 0
 
     run_with_engines(body)
 
