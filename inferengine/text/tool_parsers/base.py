@@ -25,11 +25,13 @@ def split_at_mark(text: str, marks: Sequence[str]) -> tuple[str, str | None, str
     if found:
         place, _, mark = min(found)
         return text[:place], mark, text[place + len(mark) :]
-    longest = max(map(len, marks)) - 1
-    for begin in range(max(0, len(text) - longest), len(text)):
-        if any(mark.startswith(text[begin:]) for mark in marks):
-            return text[:begin], None, text[begin:]
-    return text, None, ""
+    end = len(text)
+    for mark in marks:
+        begin = text.find(mark[0], max(0, len(text) - len(mark) + 1), end)
+        while begin >= 0 and not mark.startswith(text[begin:]):
+            begin = text.find(mark[0], begin + 1, end)
+        end = begin if begin >= 0 else end
+    return text[:end], None, text[end:]
 
 
 def shown_end(held: str, *, cut: bool) -> str:
