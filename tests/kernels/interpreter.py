@@ -89,15 +89,20 @@ def _numpy_type(dtype: Any) -> np.dtype[Any]:
     return found
 
 
-def _patch_attribute(package: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
-    """Replace a function of the language by one that calls it for the interpreter."""
+@functools.cache
+def _interpreted(member: Callable[..., Any]) -> Callable[..., Any]:
     inner = inspect.unwrap(member)  # what wraps it asks only whether it is called for a compiler or an interpreter
 
     def call(*args: Any, **named: Any) -> Any:
         named["_semantic"] = interpreter.interpreter_semantic
         return inner(*args, **named)
 
-    scope.set_attr(package, name, call)
+    return call
+
+
+def _patch_attribute(package: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
+    """Replace a function of the language by one that calls it for the interpreter."""
+    scope.set_attr(package, name, _interpreted(member))
 
 
 class _Shape(NamedTuple):
@@ -195,10 +200,37 @@ _original_broadcast = TritonSemantic.broadcast_impl_value
 
 
 def _broadcast(self: Any, one: Any, other: Any) -> tuple[Any, Any]:
-    """Broadcast operands, most of which have one shape already. Each shape is kept once, and is one object."""
+    """Give both operands one shape. Most have it already; each shape is kept once, and is one object."""
     if one.shape is other.shape:
         return one, other
-    return _original_broadcast(self, one, other)
+    if not one.type.is_block():
+        return _splat(self, one, other.type), other
+    if not other.type.is_block():
+        return one, _splat(self, other, one.type)
+    sizes = _common_sizes(tuple(one.type.shape.values), tuple(other.type.shape.values))
+    if sizes is None:
+        return _original_broadcast(self, one, other)
+    return _widen(self, one, sizes), _widen(self, other, sizes)
+
+
+def _splat(self: Any, scalar: Any, block: Any) -> Any:
+    made = tl.block_type(scalar.dtype, block.shape)
+    return tl.core.tensor(self.builder.create_splat(made, scalar.handle), made)
+
+
+def _widen(self: Any, block: Any, sizes: tuple[int, ...]) -> Any:
+    made = tl.block_type(block.dtype, sizes)
+    if made.kept is block.type.kept:
+        return block
+    return tl.core.tensor(self.builder.create_broadcast(block.handle, sizes), made)
+
+
+@functools.cache
+def _common_sizes(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:
+    """None: the ranks differ, or sizes do not fit each other; the original then adds axes, or says what is wrong."""
+    if len(one) != len(other) or any(a != b and 1 not in (a, b) for a, b in zip(one, other, strict=True)):
+        return None
+    return tuple(map(max, one, other))
 
 
 def _check_overflow(self: Any, one: Any, other: Any, operation: Callable[..., Any]) -> None:
