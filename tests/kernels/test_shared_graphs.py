@@ -48,7 +48,7 @@ def test_a_padded_step_gives_the_logits_of_the_plain_one(
             return plain(plan)
         count = len(columns.row_slot)
         decode.upload(columns, 8, shared)
-        logits = decode.compute(8, None, shares=True)[0][:count].clone()
+        logits = decode.compute(8, None, has_shared=True)[0][:count].clone()
         expected = executor.model.logits(unpadded_states(executor, plan, columns)[1])
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
         seen.update((count, *group) for group in shared.groups.T[:, 1:].tolist() if group[0])
