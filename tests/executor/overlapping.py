@@ -151,7 +151,7 @@ def num_wrong(llm: LLM, jobs: list[Job], expected: list[JobResult], *, num_reque
             submitted += 1
             if draw.random() < 0.1:  # a second choice, which takes over the first one's prompt
                 live[driver.submit(jobs[which], fork_of=uid)] = which
-        if live and draw.random() < 0.002:
+        if live and draw.random() < 0.03:
             gone = draw.choice(sorted(live))
             llm.core.cancel(gone)
             wrong += differs(driver.answers.pop(gone), expected[live.pop(gone)], whole=False)
