@@ -92,7 +92,7 @@ def make_model(class_name: str, values: dict[str, Any]) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, class_name.replace("Config", "ForConditionalGeneration"))(config).eval()
-    spread = 0.1 if class_name.startswith("Qwen3_5") else 0.2  # gated delta nets amplify rounding
+    spread = 0.06 if class_name.startswith("Qwen3_5") else 0.2  # gated delta nets amplify rounding
     for parameter in model.parameters():
         parameter.data.normal_(1.0 if parameter.dim() == 1 else 0.0, spread)
     return model
