@@ -6,7 +6,7 @@ import pytest
 
 from inferengine.core.executor import Capacity
 from inferengine.engine.core import StepFailed
-from tests.core.builders import Run, expected_output, make_capacity, make_request
+from tests.core.builders import HalfRightProposer, Run, expected_output, make_capacity, make_request
 
 OVERLAP = pytest.mark.parametrize("max_in_flight", [1, 2])
 
@@ -29,6 +29,18 @@ def test_swapped_sequences_continue_where_they_were(max_in_flight: int, window: 
     snapshot = run.scheduler.snapshot()
     assert snapshot.num_blocks_swapped_in == snapshot.num_blocks_swapped_out > 0
     assert run.executor.num_computed_tokens == sum(10 + 40 - 1 for _ in range(8))  # nothing was computed twice
+
+
+@pytest.mark.parametrize("num_blocks", [18, 20, 24])
+def test_a_swapped_sequence_comes_back_when_the_blocks_of_its_draft_tokens_fit_too(num_blocks: int) -> None:
+    """With 18 blocks a sequence once came back to fewer free blocks than it had left with, and the step failed."""
+    run = Run(
+        make_capacity(num_blocks, host_blocks=64), preemption="swap", prefix_caching=False, max_drafts=4,
+        proposer=HalfRightProposer(wrong_every=3),
+    )  # fmt: skip
+    run.submit(*demanding()).to_end()
+    assert run.outputs == {request.uid: expected_output(request) for request in demanding()}
+    assert run.scheduler.snapshot().num_blocks_swapped_in > 0
 
 
 def test_a_full_host_pool_falls_back_to_computing_again() -> None:

@@ -308,11 +308,12 @@ class SchedulerState:
         return True
 
     def has_room_for_swapped(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Return the same as `has_room`, for a sequence whose KV is on the host."""
+        """Return the same as `has_room`, for a sequence whose KV is on the host. All its blocks come back, of which it
+        may have more than its tokens need: draft tokens had some."""
         reserve = self.watermark_blocks if self.running else 0
         needed = self.kv.blocks_for(num_tokens)
         for pool, table in zip(self.kv.pools, sequence.host_tables or [], strict=True):
-            if needed - table.count(-1) + reserve > pool.num_free:
+            if max(needed, len(table)) - table.count(-1) + reserve > pool.num_free:
                 self.stats.num_failed_allocations += 1
                 return False
         return True
