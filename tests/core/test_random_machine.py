@@ -57,7 +57,7 @@ def make_run(draw_int, choice, *, has_states: bool = False) -> Run:  # type: ign
         watermark=choice([0.0, 0.1]),
         kv_events=choice([False, True]),
         proposer=proposer,
-        max_drafts=3 if proposer else 0,
+        max_drafts=choice([3, 8]) if proposer else 0,
     )
 
 
