@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from benchmarks.device import Clock
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, write_weights
 from benchmarks.speculation import HEROES
 from inferengine.bench.environment import write_result
 from inferengine.config import Config, load, parse_flags
@@ -290,16 +290,6 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-def _random_checkpoint(shape: str, folder: Path) -> None:
-    """Write random weights that both sides can load."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = dict(SHAPES[shape])
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-
-
 def _pair(text: str, separator: str) -> tuple[int, int]:
     first, _, second = text.partition(separator)
     return int(first), int(second)
@@ -338,10 +328,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model or Path(scratch)
         values = {"path": str(folder)}
-        if arguments.shape and arguments.against:
-            _random_checkpoint(arguments.shape, folder)
-        elif arguments.shape:
+        if arguments.shape:
             (folder / "config.json").write_text(json.dumps(SHAPES[arguments.shape]))
+        if arguments.shape and arguments.against:
+            write_weights(folder, arguments.shape)  # that both sides can load
+        elif arguments.shape:
             values["load_format"] = "dummy"
         config = load(flags=flags).with_values(model=values)
         bench = Bench(config, Clock(arguments.clock), has_skew=bool(arguments.router_skew))

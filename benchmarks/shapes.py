@@ -203,7 +203,7 @@ def write_weights(folder: Path, name: str, *, seed: int = 0) -> None:
         tensors = {
             published: tensor.cpu()
             for place, shape in shapes.items()
-            for published, tensor in _published(place, _random(place, shape, generator), is_mxfp4=scheme is not None)
+            for published, tensor in _published(place, shape, generator, is_mxfp4=scheme is not None)
         }
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
@@ -220,23 +220,25 @@ def _random(place: str, shape: torch.Tensor, generator: torch.Generator) -> torc
     return torch.randn(shape.shape, **options).mul_(0.02)
 
 
-def _published(place: str, tensor: torch.Tensor, *, is_mxfp4: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a parameter of transformers' module under its names in published files. There each expert of a mixture has
-    matrices of its own; those of GPT-OSS are MXFP4, 32 codes and a scale for each block of a row."""
+def _published(
+    place: str, shape: torch.Tensor, generator: torch.Generator, *, is_mxfp4: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a random parameter of transformers' module under its names in published files. There each expert of a
+    mixture has matrices of its own; those of GPT-OSS are MXFP4, 32 codes and a scale for each block of a row."""
     import torch
 
     stem, _, last = place.rpartition(".")
     if not stem.endswith("experts") or (is_mxfp4 and last.endswith("_bias")):
-        yield place, tensor
+        yield place, _random(place, shape, generator)
     elif is_mxfp4:  # transformers has [expert, in, out], the files [expert, out, in]
-        experts, columns, rows = tensor.shape
+        experts, columns, rows = shape.shape
         blocks = (experts, rows, columns // 32)
-        codes = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, device=tensor.device)
-        yield f"{place}_blocks", codes
+        options: dict[str, Any] = {"generator": generator, "device": generator.device, "dtype": torch.uint8}
+        yield f"{place}_blocks", torch.randint(0, 256, (*blocks, 16), **options)
         yield f"{place}_scales", torch.full(blocks, 127 - 7, dtype=torch.uint8)  # 2^-7: codes are 0.5 to 6
     else:
         names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
-        for expert, matrix in enumerate(tensor):
+        for expert, matrix in enumerate(_random(place, shape, generator)):
             for name, part in zip(names, matrix.chunk(len(names)), strict=True):
                 yield f"{stem}.{expert}.{name}.weight", part.contiguous()
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.idle import cpu_seconds
-from benchmarks.shapes import SHAPES, write_dummy_model
+from benchmarks.shapes import SHAPES, write_dummy_model, write_weights
 from inferengine.bench.environment import write_result
 from inferengine.client import Client
 from inferengine.config import parse_flags
@@ -134,23 +134,11 @@ def lines(results: dict[str, Any]) -> list[str]:
     return shown if ups is None else [*shown, f"{'':>8} {ups['median']:>8.2f} s  from exec: up: banner"]
 
 
-def random_checkpoint(shape: str, folder: Path) -> None:
-    """Write random weights of a shape as safetensors."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = dict(SHAPES[shape])
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-
-
 def checkpoint(shape: str, folder: Path, *, dummy: bool) -> str:
     """Write a checkpoint of this shape, or only what an engine with dummy weights reads. Returns its folder."""
-    if dummy:
-        return str(write_dummy_model(shape, folder))
-    random_checkpoint(shape, folder)
-    return str(folder)
+    if not dummy:
+        write_weights(folder, shape)
+    return str(write_dummy_model(shape, folder))
 
 
 def kept_in(folder: str) -> dict[str, str]:

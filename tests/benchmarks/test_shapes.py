@@ -46,6 +46,9 @@ def test_weights_are_written_as_published_files_have_them(
     assert load_format(tmp_path) == "dummy"
     write_weights(tmp_path, name)
     assert load_format(tmp_path) == "auto"
+    (tmp_path / "again").mkdir()
+    write_weights(tmp_path / "again", name)
+    assert all((tmp_path / "again" / file.name).read_bytes() == file.read_bytes() for file in tmp_path.glob("*.safe*"))
     assert stored in json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     with LLM(tmp_path, cache={"num_blocks": 8}) as llm:
         (found,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=1.0, seed=1, ignore_eos=True))
