@@ -26,6 +26,7 @@ import msgpack
 
 from frontends.common.event_loop import Coalescer
 from inferengine.client import Delta, Finish, TokenLogprobs
+from inferengine.client.client import wake
 from inferengine.errors import InferEngineError
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire.messages import MAX_NOTE_BYTES, Accept
@@ -146,7 +147,7 @@ class ChoiceLog:
         """Wait until there are more than `num_tokens` tokens, or the choice has ended."""
         while len(self.token_ids) <= num_tokens and self.finish is None:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.when_news(partial(_wake, waiter))
+            self.when_news(partial(wake, waiter))
             await waiter
 
     async def ended(self) -> Finish:
@@ -264,11 +265,6 @@ class RequestLog:
     def leave(self) -> None:
         """Stop reading in this process. The request ends unless another worker or front end reads it."""
         self._request.leave()
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 class ResumableEngine(Protocol):

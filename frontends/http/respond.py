@@ -43,6 +43,7 @@ from frontends.http.detached import StreamReader, StreamState
 from frontends.http.state import HttpState, RunningCall
 from frontends.http.telemetry import describe
 from inferengine.client import Delta, Stream
+from inferengine.client.client import wake
 from inferengine.errors import InferEngineError
 
 RouteHandler = Callable[[Request], Awaitable[Response]]
@@ -333,14 +334,14 @@ class Relay:
         try:
             body = self._read()
             if body and not self._write({"type": "http.response.body", "body": body, "more_body": True}):
-                self._wake()  # the socket is full: `run` waits for it, and new output stays in the stream
+                wake(self._waiter)  # the socket is full: `run` waits for it, and new output stays in the stream
             elif self._last is None:
                 self._listen()
             else:
-                self._wake()
+                wake(self._waiter)
         except Exception as error:
             self._failure = error
-            self._wake()
+            wake(self._waiter)
 
     def _read(self) -> bytes:
         choice, template = self._choice, self._template
@@ -375,11 +376,6 @@ class Relay:
 
     def _has_news(self) -> None:
         self._coalescer.add(self)
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
 
 
 @types.coroutine

@@ -41,6 +41,7 @@ from frontends.websocket.frames import (
     read_generate_params,
 )
 from inferengine.client import EnginePool, Finish, TokenLogprobs
+from inferengine.client.client import wake
 from inferengine.config import Config
 from inferengine.errors import InferEngineError
 from inferengine.observability.tracing import PROVIDER, Span, Tracing
@@ -115,7 +116,7 @@ class ChoiceWriter:
             while self._last is None:
                 self._waiter = loop.create_future()
                 if self._view.has_news:
-                    self._wake()
+                    wake(self._waiter)
                 else:
                     self._log.when_news(self._on_news)
                 await self._waiter
@@ -137,7 +138,7 @@ class ChoiceWriter:
         if self._done:
             return
         if self._channel.is_full:
-            self._wake()
+            wake(self._waiter)
             return
         try:
             if self._view.has_news:
@@ -147,7 +148,7 @@ class ChoiceWriter:
         if self._last is None and self._failure is None and not self._view.has_news:
             self._log.when_news(self._on_news)
         else:
-            self._wake()
+            wake(self._waiter)
 
     def _write(self) -> None:
         """Write the next piece of output as one frame. Only when there is output and room."""
@@ -190,11 +191,6 @@ class ChoiceWriter:
                 _logprob(self._tokenizer, *each) for each in zip(piece.token_ids, piece.logprobs, strict=False)
             ]
         return extra
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
 
 
 class MessageText:

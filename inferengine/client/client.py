@@ -445,8 +445,7 @@ class AsyncClient:
 
     def _wake_waiters(self) -> None:
         for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+            wake(waiter)
 
     async def _until(self, condition: Callable[[Session], bool], timeout_s: float, complaint: str) -> None:
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -484,7 +483,7 @@ class Stream:
             if collector.exhausted:
                 raise StopAsyncIteration
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            collector.on_output = partial(_wake, waiter)
+            collector.on_output = partial(wake, waiter)
             await waiter
         return self.take()
 
@@ -627,19 +626,19 @@ async def _wait_for(reply: PendingReply[T]) -> T:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         previous = reply.on_done
 
-        def wake() -> None:
+        def on_done() -> None:
             if previous is not None:
                 previous()
-            if not waiter.done():
-                waiter.set_result(None)
+            wake(waiter)
 
-        reply.on_done = wake
+        reply.on_done = on_done
         await waiter
     return reply.result()
 
 
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():  # the reader may have been cancelled
+def wake(waiter: asyncio.Future[None] | None) -> None:
+    """Wake the task that awaits `waiter`. Does nothing without one, or if it was woken or cancelled before."""
+    if waiter is not None and not waiter.done():
         waiter.set_result(None)
 
 
