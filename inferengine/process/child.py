@@ -7,16 +7,14 @@ ends need the same code under `inferengine up` and under the systemd units.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from inferengine.process.system import PR_SET_PDEATHSIG
+from inferengine.process.system import parent_death_signal
 
 MAX_LINE_BYTES = 64 * 1024
 LEAVE_S = 0.5  # how long a child that has given up may take to exit; a call into a device may block it
@@ -75,7 +73,7 @@ class Child:
         environment["NOTIFY_SOCKET"] = str(self._notify_path)
         if self.spec.watchdog_s:
             environment["WATCHDOG_USEC"] = str(int(self.spec.watchdog_s * 1e6))
-        tie_to_parent = _parent_death_signal(self.spec.dies_by)
+        tie_to_parent = parent_death_signal(self.spec.dies_by)
         # Until exec the child has this process's signal handlers and wake-up descriptor. A signal to the child would be
         # read here, as a signal to the supervisor, and the child would miss it. So signals are blocked until then.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
@@ -174,14 +172,3 @@ def _hand_over(descriptor: int) -> None:
         os.set_inheritable(descriptor, True)
     else:
         os.dup2(descriptor, FIRST_INHERITED_DESCRIPTOR)
-
-
-def _parent_death_signal(number: int) -> Callable[[], object]:
-    """Return a function that makes the kernel send this signal to the calling process when its parent dies.
-
-    Outside of Linux the function does nothing.
-    """
-    if not sys.platform.startswith("linux"):
-        return lambda: None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    return lambda: prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)

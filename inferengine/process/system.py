@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from inferengine.config import notify_socket, watchdog_interval_s
 
 _MMAP_THRESHOLD = -3  # mallopt's M_MMAP_THRESHOLD
 LARGE_BLOCK = 512 * 1024
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 PAUSE_S = 1.0  # a timer that is later than this means that the process did not run
@@ -54,9 +54,15 @@ def usable_cores(root: Path = Path("/")) -> float:
 
 def end_with_parent(number: int) -> None:
     """Make the kernel send this process a signal when the thread that started it ends. Only on Linux."""
+    parent_death_signal(number)()
+
+
+def parent_death_signal(number: int) -> Callable[[], object]:
+    """Return a function that does what `end_with_parent` does by one system call, for a child between fork and exec."""
     library = _library()
-    if hasattr(library, "prctl"):
-        library.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if not hasattr(library, "prctl"):
+        return lambda: None
+    return partial(library.prctl, PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def return_large_blocks() -> None:

@@ -14,7 +14,6 @@ the end of the input, whatever ended the engine, this process and its children e
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ from typing import Any, NamedTuple, NoReturn
 from inferengine.config import LimitsConfig
 from inferengine.config.environment import variables
 from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.process.system import end_with_parent
 from inferengine.structured_output.build import STACK_BYTES, Builder, Vocabulary, has_tools, on_large_stack
 from inferengine.structured_output.json_grammar import Translation
 from inferengine.structured_output.matcher import TOO_DEEP
@@ -42,14 +42,12 @@ from inferengine.structured_output.spec import GrammarSpec
 logger = logging.getLogger(__name__)
 
 
-PR_SET_PDEATHSIG = 1
 MIB = 1024 * 1024
 LENGTH = struct.Struct("<I")
 QUICK_S = 0.05  # of processor time; most grammars take less
 SECOND_S = 0.3
 QUICK_LANES = 1  # processes at once for first tries
 SLOW_LANES = 2  # and for the others
-_LIBC = ctypes.CDLL(None)
 
 
 class FrameReader:
@@ -312,7 +310,7 @@ class CompileServer:
     def _confine(self, job: CompileJob, parent: int) -> None:
         """Bound what this child process takes: it ends with its parent, has limits of memory and time, and gives way to
         other processes once it was slow."""
-        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         if os.getppid() != parent:  # it died in between
             os._exit(1)
         nothing = os.open(os.devnull, os.O_RDWR)

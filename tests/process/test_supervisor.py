@@ -359,7 +359,7 @@ def test_a_signal_to_a_child_that_has_not_begun_its_program_ends_it_and_reaches_
         os.write(seen, b"x")
         time.sleep(30)
 
-    monkeypatch.setattr("inferengine.process.child._parent_death_signal", lambda number: stay_before_exec)
+    monkeypatch.setattr("inferengine.process.child.parent_death_signal", lambda number: stay_before_exec)
     with reader, writer:
         reader.setblocking(False)
         writer.setblocking(False)

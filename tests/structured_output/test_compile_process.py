@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structured_output.build import Builder
 from inferengine.structured_output.build import Vocabulary as BuilderVocabulary
-from inferengine.structured_output.compile_process import CompileProcess, FrameReader
+from inferengine.structured_output.compile_process import SECOND_S, CompileProcess, FrameReader
 from inferengine.structured_output.spec import GrammarSpec
 from tests.structured_output.builders import Vocabulary
 
@@ -55,6 +56,14 @@ def children(pid: int) -> list[int]:
         except (OSError, IndexError):  # it has ended
             continue
     return found
+
+
+def processor_s(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def is_alive(pid: int) -> bool:
@@ -230,6 +239,21 @@ time.sleep(600)
     owner.stdout.close()
     wait_until(lambda: not is_alive(pid) and not is_alive(compiling))
     assert not is_alive(compiling)
+
+
+def test_a_compilation_ends_with_a_killed_compile_process() -> None:
+    vocabulary = Vocabulary("byte_level", grammar_compile_s=300.0, grammar_memory_mib=8192)
+    vocabulary.compiler.submit(of_everything(10), lambda result: None)
+    pid = server(vocabulary)
+    wait_until(lambda: any(processor_s(child) > 2 * SECOND_S for child in children(pid)))  # its last slice, of 300 s
+    (compiling,) = children(pid)
+    os.kill(pid, signal.SIGKILL)
+    try:
+        wait_until(lambda: not is_alive(compiling))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(compiling, signal.SIGKILL)
+        vocabulary.compiler.close()
 
 
 def test_an_idle_compile_process_sleeps(vocabulary: Vocabulary) -> None:

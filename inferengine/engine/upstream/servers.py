@@ -32,6 +32,7 @@ from inferengine.engine.upstream.completions import (
     status_of_event,
 )
 from inferengine.errors import ConfigError, InferEngineError, Unreachable
+from inferengine.process.system import PR_SET_PDEATHSIG
 from inferengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,11 @@ ODD_SHAPES = (LookupError, TypeError, AttributeError)  # what reading JSON of an
 TAIL_S = 5.0  # how long usage and [DONE] may take after the finish reason
 LAST_S = 1.0  # how long the body may take to end after [DONE]
 PROBE = "Hello"  # the prompt that probes an upstream's abilities
-# Asks the kernel to end the process when this engine is gone, for any reason (PR_SET_PDEATHSIG), then executes it.
-TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+# A program that executes its arguments; the kernel ends the process when this engine is gone, for any reason.
+TIED = (
+    f"import ctypes, os, sys; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {signal.SIGTERM:d}, 0, 0, 0); "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
 
 
 class UpstreamFailed(Exception):
