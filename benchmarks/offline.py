@@ -247,7 +247,7 @@ def against_transformers(
         total = batch * num_tokens
         us, them = total / statistics.median(ours[1:]), total / statistics.median(theirs[1:])
         row: Row = {"row": "generate", "batch": batch, "prompt_tokens": len(prompts[0]), "output_tokens": num_tokens}
-        row["guesses"] = speculation_method(bench.config.speculation.method, bench.capacity)
+        row["speculation"] = speculation_method(bench.config.speculation.method, bench.capacity)
         row |= {"tokens_per_s": round(us, 1), "transformers_tokens_per_s": round(them, 1), "ratio": round(us / them, 3)}
         rows.append(row)
         print(json.dumps(rows[-1]), flush=True)
