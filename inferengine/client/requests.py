@@ -76,8 +76,8 @@ class Finish(NamedTuple):
     queued_ms: float
     first_token_ms: float
     total_ms: float
-    accepted_tokens: int = 0
-    rejected_tokens: int = 0
+    accepted_tokens: int = 0  # draft tokens that the model confirmed
+    rejected_tokens: int = 0  # and those that it did not
 
 
 class Delta(NamedTuple):
@@ -314,9 +314,8 @@ class RequestState(Enum):
 class OpenRequest:
     """One SUBMIT or ATTACH and the collectors of its choices.
 
-    A request is *lost* (`lost_s`) from the moment its engine is until an engine accepts it again. `failover` is called
-    before an error ends the request, and when its engine is lost. It returns the error, or None when another session
-    has taken the request over.
+    `failover` is called before an error ends the request, and when its engine is lost. It returns the error, or None
+    when another session has taken the request over.
     """
 
     __slots__ = (
@@ -451,12 +450,11 @@ def embedding_from(deltas: Sequence[Delta]) -> Embedding:
     if last is None or last.finish is None:
         raise InferEngineError("engine_error", "The stream was read already.")
     finish = last.finish
-    if finish.reason == "stop" and last.embedding is not None:
-        return Embedding(last.embedding, finish.prompt_tokens, finish.cached_tokens)
-    code, message = "engine_error", "The engine gave no embedding."
-    if isinstance(finish.detail, list | tuple) and len(finish.detail) >= 2:
-        code, message = map(str, finish.detail[:2])
-    raise error_from(code, message)
+    if finish.reason not in ("stop", "length"):
+        raise error_of(finish)
+    if last.embedding is None:
+        raise InferEngineError("engine_error", "The engine gave no embedding.")
+    return Embedding(last.embedding, finish.prompt_tokens, finish.cached_tokens)
 
 
 Prompt = str | Sequence[int]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from inferengine.client.requests import MAX_FRUITLESS, OpenRequest, error_of
+from inferengine.client.requests import MAX_FRUITLESS, Delta, Finish, OpenRequest, embedding_from, error_of
 from inferengine.client.session import PATIENCE_S, Phase
-from inferengine.errors import InvalidRequest
+from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire.messages import Accept, Attach, Bye, Cancel, Done, Goodbye, Hello, Reject, StopFound, Submit
 from tests.client.builders import INFO, SEED, WAIT_S, ScriptedEngine, code_of, finish_of, stream_of
@@ -311,6 +311,13 @@ def test_a_terminal_row_may_name_a_field_and_a_wait(
     assert finish is not None
     error = error_of(finish)
     assert (error.code, error.message, error.field, error.retry_after_s) == ("overloaded", "Busy.", field, wait_s)
+
+
+def test_a_failed_embedding_names_the_field_and_the_wait() -> None:
+    finish = Finish("error", ["overloaded", "Busy.", "prompt", 2500], 3, 0, 0, 0.0, 0.0, 0.0)
+    with pytest.raises(InferEngineError, match="Busy") as failed:
+        embedding_from([Delta([], "", None, finish)])
+    assert (failed.value.code, failed.value.field, failed.value.retry_after_s) == ("overloaded", "prompt", 2.5)
 
 
 def test_an_overloaded_engine_is_retried_after_the_delay_that_it_names() -> None:
