@@ -81,16 +81,16 @@ def test_hardly_any_memory_still_holds_the_one_sequence_that_fits():
     assert (full.num_blocks, sliding.num_blocks) == (64, 35)
 
 
-def test_a_length_that_was_asked_for_gets_its_place_where_it_fits():
+def test_one_sequence_of_the_configured_length_has_room_where_it_fits():
     config, settings = make_config((None, *[32] * 11)), make_settings(max_model_len=65_536, max_chunk=16)
     costs = [block_bytes(config, group, 16, FP32) for group in range(2)]
     budget = 4200 * costs[0] + 20 * costs[1]
     assert sequences_at_once(plan_groups(config, settings, FP32, budget), 65_536, settings) == 0
-    asked = settings._replace(asked_model_len=65_536)
-    groups = plan_groups(config, asked, FP32, budget)
-    assert sequences_at_once(groups, 65_536, asked) == 1
+    configured = settings._replace(configured_model_len=65_536)
+    groups = plan_groups(config, configured, FP32, budget)
+    assert sequences_at_once(groups, 65_536, configured) == 1
     assert sum(group.num_blocks * cost for group, cost in zip(groups, costs, strict=True)) <= budget
-    too_much = settings._replace(max_model_len=90_000, asked_model_len=90_000)
+    too_much = settings._replace(max_model_len=90_000, configured_model_len=90_000)
     assert plan_groups(config, too_much, FP32, budget) == plan_groups(config, settings, FP32, budget)
 
 

@@ -51,7 +51,7 @@ DEFAULT_CPU_LIMIT_BYTES = GIB  # a model on a CPU is bound by arithmetic long be
 DEFAULT_CUDA_SHARE = 0.92  # of all memory, weights and activations included
 TYPICAL_TOKENS = 4096  # assumed length of a sequence, for dividing the memory among KV groups
 STATES_SHARE = 0.125  # of the device, for the states of all slots: with more, fewer requests run at once
-SOME_LESS = 0.98  # share of the planned cache above which no warning is due: allocators round and keep buffers
+EXPECTED_SHARE = 0.98  # of the planned cache: a warning is due for less, since allocators round and keep buffers
 
 
 class CacheSettings(NamedTuple):
@@ -64,7 +64,7 @@ class CacheSettings(NamedTuple):
     max_num_seqs: int
     max_model_len: int
     max_chunk: int  # most tokens of one sequence in a step
-    asked_model_len: int = 0  # the configured length: room for one such sequence is kept, where it fits
+    configured_model_len: int = 0  # model.max_model_len: room for one such sequence is kept, where it fits
 
 
 class MemoryPlan(NamedTuple):
@@ -115,33 +115,33 @@ class WeightBytes(NamedTuple):
 
 def weight_bytes(
     config: DecoderConfig,
-    model_type_values: dict[str, object],
+    values: dict[str, object],
     dtype: torch.dtype,
     quantization: str = "none",
     shard: Shard = WHOLE,
 ) -> int:
     """Count the bytes of all parameters; arguments as of `weight_sizes`."""
-    return weight_sizes(config, model_type_values, dtype, quantization, shard).whole
+    return weight_sizes(config, values, dtype, quantization, shard).whole
 
 
 def weight_sizes(
     config: DecoderConfig,
-    model_type_values: dict[str, object],
+    values: dict[str, object],
     dtype: torch.dtype,
     quantization: str = "none",
     shard: Shard = WHOLE,
 ) -> WeightBytes:
     """Count the bytes of all parameters on a model built without memory; shared ones count once. `quantization` is the
-    configured scheme; that of a quantized checkpoint is in `model_type_values`, its config.json. `config` is the whole
+    configured scheme; that of a quantized checkpoint is in `values`, its config.json. `config` is the whole
     model's, of which a rank holds the part `shard`."""
     with torch.device("meta"):
-        model = registry.family(model_type_values).build(REFERENCE, shard.divide(config))
+        model = registry.family(values).build(REFERENCE, shard.divide(config))
         divide(model, config, shard)
-    layout = layout_of(model_type_values)
+    layout = layout_of(values)
     scheme = quantization if layout is None else layout.scheme
     if scheme == gguf.METHOD:
-        meta, targets = torch.device("meta"), registry.family(model_type_values).weight_map(config).targets
-        quantize(model, REFERENCE, model_type_values, targets, scheme="none", device=meta, dtype=dtype)
+        meta, targets = torch.device("meta"), registry.family(values).weight_map(config).targets
+        quantize(model, REFERENCE, values, targets, scheme="none", device=meta, dtype=dtype)
     projections = [module for module in model.modules() if isinstance(module, ExpertLinear)]
     stored = {module: getattr(module, "source", None) for module in model.modules()}
     sources = {module: source.num_bytes() for module, source in stored.items() if source is not None}
@@ -300,7 +300,7 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
         groups = plan_groups(config, cache, kv_dtype, own) if own > 0 or cache.num_blocks else []
     except ConfigError:  # not even one sequence
         groups = []
-    asked = 0
+    bytes_of_blocks = 0
     if cache.num_blocks:
         configs = [config] if draft is None else [config, draft]
         per_token = sum(
@@ -308,22 +308,35 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
             for each in configs
             for group in range(len(each.group_windows))
         )
-        asked = cache.num_blocks * cache.block_size * per_token
+        bytes_of_blocks = cache.num_blocks * cache.block_size * per_token
     return MemoryPlan(
-        weights, draft_weights, activations, slots, graphs, context, full, window_bytes, budget, groups, cache, shapes,
-        asked, left, states,
-    )  # fmt: skip
+        weights=weights,
+        draft_weights=draft_weights,
+        activations=activations,
+        slots=slots,
+        graphs=graphs,
+        context=context,
+        kv_bytes_per_token=full,
+        window_bytes_per_sequence=window_bytes,
+        kv_budget=budget,
+        groups=groups,
+        cache=cache,
+        prompt_shapes=shapes,
+        bytes_of_blocks=bytes_of_blocks,
+        left=left,
+        states=states,
+    )
 
 
 def resident_bytes(settings: ExecutorSettings, weights: int) -> int:
-    """Return the least bytes that `weights` take once they are packed: a CPU may keep fp32 weights in 16 bits."""
+    """Return the fewest bytes that `weights` take once packed on a CPU, which may keep fp32 weights in 16 bits."""
     values = read_json(settings.folder / "config.json")
     float32 = settings.dtype in (None, torch.float32) and settings.quantization == "none" and layout_of(values) is None
     return weights // 2 if float32 else weights
 
 
 def heaviest(settings: ExecutorSettings) -> Shard:
-    """Return the rank that holds the most of a divided model: what is planned for it is planned for all."""
+    """Return the rank that holds the most of a divided model, the first: what is planned for it is planned for all."""
     return Shard(0, settings.tensor_parallel)
 
 
@@ -333,7 +346,7 @@ def held_budget(plan: MemoryPlan, memory_fraction: float, *, total: int, free: i
     draft model and of the CUDA graphs, which come later, stays free."""
     taken = total - free + step + plan.graphs + plan.draft_weights
     left = device_budget_bytes(total, memory_fraction, taken)
-    if left < SOME_LESS * plan.kv_budget:
+    if left < EXPECTED_SHARE * plan.kv_budget:
         logger.warning(
             "%.2f GiB are left for the KV cache instead of %.2f: other programs, or adapters, take more than planned",
             left / GIB,
@@ -365,7 +378,7 @@ def cache_settings(settings: ExecutorSettings, max_model_len: int) -> CacheSetti
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
         max_chunk=settings.max_num_batched_tokens if settings.chunked_prefill else max_model_len,
-        asked_model_len=settings.max_model_len,
+        configured_model_len=settings.max_model_len,
     )
 
 
@@ -384,27 +397,32 @@ def plan_groups(config: DecoderConfig, settings: CacheSettings, dtype: torch.dty
     """
     windows = config.group_windows
     size = settings.block_size
-    longest = [_blocks_of(window, settings.max_model_len, settings) for window in windows]
     if settings.num_blocks:
         counts = [settings.num_blocks] * len(windows)
     else:
-        typical = min(TYPICAL_TOKENS, settings.max_model_len)
         costs = [block_bytes(config, group, size, dtype) for group in range(len(windows))]
-        ratio, once = [held_blocks(window, typical, size) for window in windows], _blocks_once(windows, settings)
-        rest = budget_bytes - sum(count * cost for count, cost in zip(once, costs, strict=True))
-        if rest < sum(count * cost for count, cost in zip(ratio, costs, strict=True)):  # hardly one sequence
-            ratio, once, rest = longest, [0] * len(windows), budget_bytes
-        whole = sum(count * cost for count, cost in zip(ratio, costs, strict=True))
-        units = rest / whole
-        one = [held_blocks(window, settings.asked_model_len, size) for window in windows]
-        one_bytes = sum(count * cost for count, cost in zip(one, costs, strict=True))
-        if one_bytes <= rest and any(int(units * each) < least for each, least in zip(ratio, one, strict=True)):
-            units = (rest - one_bytes) / whole  # room for that one first, the rest for typical ones
-        else:
-            one = [0] * len(windows)
+
+        def bytes_of(blocks: Sequence[int]) -> int:
+            return sum(count * cost for count, cost in zip(blocks, costs, strict=True))
+
+        longest = [_blocks_of(window, settings.max_model_len, settings) for window in windows]
+        typical_tokens = min(TYPICAL_TOKENS, settings.max_model_len)
+        typical = [held_blocks(window, typical_tokens, size) for window in windows]
+        chunks = _chunk_blocks(windows, settings)
+        rest = budget_bytes - bytes_of(chunks)
+        if rest < bytes_of(typical):  # hardly one sequence
+            typical, chunks, rest = longest, [0] * len(windows), budget_bytes
+        num_typical = rest / bytes_of(typical)
+        configured = [held_blocks(window, settings.configured_model_len, size) for window in windows]
+        configured_bytes = bytes_of(configured)
+        has_room = all(int(num_typical * each) >= one for each, one in zip(typical, configured, strict=True))
+        if has_room or configured_bytes > rest:
+            configured = [0] * len(windows)
+        else:  # room for that one first, the rest for typical ones
+            num_typical = (rest - configured_bytes) / bytes_of(typical)
         counts = [
-            min(int(units * each) + least + extra, most * settings.max_num_seqs)
-            for each, least, extra, most in zip(ratio, one, once, longest, strict=True)
+            min(int(num_typical * each) + one + extra, most * settings.max_num_seqs)
+            for each, one, extra, most in zip(typical, configured, chunks, longest, strict=True)
         ]
     if min(counts) < 2:
         raise DoesNotFit(
@@ -421,10 +439,10 @@ def plan_groups(config: DecoderConfig, settings: CacheSettings, dtype: torch.dty
 
 def sequences_at_once(groups: list[KVGroup], num_tokens: int, settings: CacheSettings) -> int:
     """Return how many sequences of this length the groups hold at once, while prompts are computed in chunks."""
-    once = _blocks_once([group.window for group in groups], settings)
+    chunks = _chunk_blocks([group.window for group in groups], settings)
     return min(
         max(0, group.num_blocks - extra) // held_blocks(group.window, num_tokens, settings.block_size)
-        for group, extra in zip(groups, once, strict=True)
+        for group, extra in zip(groups, chunks, strict=True)
     )
 
 
@@ -434,7 +452,7 @@ def held_blocks(window: int | None, num_tokens: int, block_size: int) -> int:
     return needed if window is None else min(needed, -(-window // block_size) + 1)
 
 
-def _blocks_once(windows: Sequence[int | None], settings: CacheSettings) -> list[int]:
+def _chunk_blocks(windows: Sequence[int | None], settings: CacheSettings) -> list[int]:
     """Return the further blocks for all sequences together: those of a step's prompt chunks, until their windows have
     moved on."""
     return [0 if window is None else -(-settings.max_chunk // settings.block_size) for window in windows]
@@ -545,7 +563,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     lines.append(f"  {'tokens in the KV cache':<34}{plan.num_kv_tokens:>9,}")
     lines.append("  context length      sequences at once")
     lines += [f"  {length:>14,}      {plan.sequences(length):>17,}" for length in plan_contexts(plan)]
-    if len(plan.groups) > 1 and not plan.cache.asked_model_len and not plan.sequences(plan.cache.max_model_len):
+    if len(plan.groups) > 1 and not plan.cache.configured_model_len and not plan.sequences(plan.cache.max_model_len):
         lines.append("  Set model.max_model_len to have room kept for one sequence of that length, where it fits.")
     return lines
 
