@@ -136,7 +136,7 @@ def scale(arguments: Arguments) -> int:
     """
     values = arguments.values
     if (values["engines"] is None) == (values["least"] is None and values["most"] is None):
-        raise ConfigError("--engines", "say either --engines N, or --least N and --most N")
+        raise ConfigError("--engines", "give either --engines N, or --least N, --most N or both")
     with _directory(arguments) as directory:
         state = directory.ask("status")
         least, most = (
@@ -187,7 +187,7 @@ def upgrade(arguments: Arguments) -> int:
     config = _engine_config(arguments)
     settings = engine_settings(config)
     with _directory(arguments) as directory:
-        spec = _spec(config, arguments.values, settings, 1, 1)
+        spec = _spec(config, arguments.values, settings, 1, 1)  # the directory keeps the bounds that the fleet has
         directory.ask("upgrade", spec.to_map())
         return _wait(arguments, directory)
 
@@ -344,6 +344,8 @@ def _directory(arguments: Arguments) -> Iterator[Directory]:
 
 
 def _engine_config(arguments: Arguments) -> Config:
+    """Return the engines' configuration: the keys of this command line, and its flags that set one. Raises ConfigError
+    for a flag that is out of range."""
     config, values = arguments.config, arguments.values
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", values["fleet"]) is None:
         raise ConfigError("--fleet", "a name has letters, digits, - _ and . and begins with a letter or a digit")
@@ -364,13 +366,14 @@ def _bounds(values: Mapping[str, Any], engines: int) -> tuple[int, int]:
     """Return the fewest and the most engines; both are `engines` if neither --least nor --most is given."""
     if values["least"] is None and values["most"] is None:
         return engines, engines
-    least, most = values["least"] or min(1, engines), values["most"] or engines
+    least, most = values["least"] or 1, values["most"] or engines
     if not least <= engines <= most:
         raise ConfigError("--engines", f"{engines} must be between --least, {least}, and --most, {most}")
     return least, most
 
 
 def _spec(config: Config, values: Mapping[str, Any], settings: Mapping[str, str], least: int, most: int) -> FleetSpec:
+    """Return the engines that this command line wants. Needs a connection to Ray, which knows the cluster's GPUs."""
     from inferengine.fleet.actors import cluster_gpus
 
     device = config.engine.device
