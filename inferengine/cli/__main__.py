@@ -1,4 +1,4 @@
-"""`python -m inferengine.cli`: the same as the command `inferengine`."""
+"""Run the command `inferengine`, as `python -m inferengine.cli`."""
 
 import sys
 

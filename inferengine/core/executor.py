@@ -239,7 +239,8 @@ class ProfileRecorder(Protocol):
 
 
 class Executor(Protocol):
-    """Steps are executed in the order of the calls. At most `max_in_flight` may be under way: 1 without overlap.
+    """Computes steps on a device, in the order of the calls. At most `max_in_flight` may be under way: 1 without
+    overlap. It is used from one thread: `load`, `warm_up`, then any number of `execute`, at last `close`.
 
     An executor may have further attributes, which the engine looks for once it is loaded:
     `adapters` (AdapterStore); `recorder()` (makes a ProfileRecorder); `roofline()` (a core/step_time.py Roofline of

@@ -1,5 +1,5 @@
 """Nemotron 3 and 4, Minitron (NVIDIA 2024): layer norms that multiply by 1 + w, a plain feed-forward with squared
-ReLU; half of each head turns."""
+ReLU, rotary embedding on half of each head."""
 
 from __future__ import annotations
 

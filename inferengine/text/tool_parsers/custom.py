@@ -1,7 +1,7 @@
-"""Custom tools, which take a text: for the model each is a function with one string, `input`.
+"""Translate custom tools, which take a text: the model is shown a function with one string argument, `input`.
 
-A regular expression is kept where calls are kept by a grammar. A grammar in Lark is described to the model only: the
-text stands in a JSON string, whose escapes such a grammar does not know.
+Where a grammar governs the calls, it enforces a tool's regular expression. A Lark grammar is only described to the
+model: the text stands in a JSON string, whose escapes that grammar does not know.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ INPUT = "input"
 
 
 def as_function(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return description and parameters of the function that a custom tool is for the model. `path`: of the tool in
-    the request. Raises InvalidRequest naming what is wrong with its format."""
+    """Return the description and parameters of the function that stands for a custom tool. `path`: where the tool is in
+    the request, for errors. Raises InvalidRequest for a format that is not known."""
     form = tool.get("format") or {"type": "text"}
     text: dict[str, Any] = {"type": "string"}
     description = tool.get("description") if isinstance(tool.get("description"), str) else ""
     if not isinstance(form, dict) or form.get("type") not in ("text", "grammar"):
         raise InvalidRequest(f"{path}.format", "must be of type text or grammar")
     if form["type"] == "grammar":
-        grammar = form.get("grammar", form)  # chat has a level more than Responses
+        grammar = form.get("grammar", form)  # the chat route nests it one level deeper than Responses
         syntax, definition = (
             (grammar.get("syntax"), grammar.get("definition")) if isinstance(grammar, dict) else (None, None)
         )
@@ -39,12 +39,12 @@ def as_function(tool: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def custom_arguments(text: str) -> str:
-    """Return the arguments of the function that a custom tool is for the model."""
+    """Return the arguments of a call of the function that stands for a custom tool."""
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
 def custom_input(arguments: str) -> str:
-    """Return the text for a custom tool; of arguments that are something else, or cut off, what was written."""
+    """Return the text in such arguments. Arguments of another shape, or cut off, are returned as they are."""
     try:
         value = json.loads(arguments)[INPUT]
     except (ValueError, KeyError, TypeError):
@@ -53,13 +53,13 @@ def custom_input(arguments: str) -> str:
 
 
 class CustomCalls:
-    """Makes the calls of custom tools, among the parts of an output, calls with a text. The text is told at the end of
-    its call, because it is known only then."""
+    """Turns calls of the functions that stand for custom tools back into calls with a text. The text comes whole, at
+    the end of its call: before, its JSON string cannot be read."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        """`names`: of the custom tools."""
+        """Take the names of the custom tools."""
         self._names = frozenset(names)
-        self._call: int | None = None  # that has begun and not ended
+        self._call: int | None = None  # the one under way
         self._arguments: list[str] = []
 
     def push(self, parts: Iterable[Part], final: bool = False) -> list[Part]:
