@@ -4,18 +4,24 @@ and shows the table."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
 
 from inferengine.cli.command import Arguments, Option, command
 from inferengine.config import keep_compiled_kernels
 from inferengine.errors import ConfigError, ExitCode
 
+if TYPE_CHECKING:  # at run time torch is imported only by commands that need it
+    from inferengine.kernels.cuda.dispatch import AttentionKey, DecodeConfig, KernelChoice, ProductKey
+    from inferengine.kernels.cuda.moe.configurations import ExpertsChoice, ExpertsKey
+    from inferengine.kernels.cuda.tuning.choices import ChoiceEntry
+    from inferengine.kernels.cuda.tuning.measured_table import Environment, MeasuredTable
+
 DEFAULT_BUDGET_S = 60.0
 OPTIONS = {
     "options": (
         Option("--budget-seconds S", "stop measuring after this long; what is left keeps its rules", DEFAULT_BUDGET_S),
-        Option("--show", "measure nothing: print what is known of this model, without MODEL of all shapes"),
+        Option("--show", "measure nothing: print what is known of this model, or without MODEL of all shapes"),
         Option("--json", "print the table as JSON"),
     )
 }
@@ -38,9 +44,8 @@ def run(arguments: Arguments) -> int:
     tokens that are spread evenly and one for a skewed router: one choice serves all of them.
     """
     values, config = arguments.values, arguments.config
-    named = bool(config.model.path)
     if values["show"]:
-        return _show(arguments, named=named)
+        return _show(arguments)
     import torch
 
     from inferengine.executor.settings import executor_settings
@@ -62,43 +67,48 @@ def run(arguments: Arguments) -> int:
     return ExitCode.OK
 
 
-def _show(arguments: Arguments, *, named: bool) -> int:
-    """Print what is known of a model's products, or of all."""
+def _show(arguments: Arguments) -> int:
+    """Print what is known of the model that is named, or of all shapes."""
     from inferengine.executor.settings import executor_settings
     from inferengine.executor.tune import keys_in, known_table
 
     table, environment = known_table()
-    keys = {*table.entries, *table.choices}
-    if named:
+    keys: Collection[ProductKey | AttentionKey | ExpertsKey] = {*table.entries, *table.choices}
+    if arguments.config.model.path:
         keys = keys_in(table, executor_settings(arguments.config))
     _print(table, environment, keys, as_json=arguments.values["json"])
-    if not any(table.entries.get(key) or table.choices.get(key) for key in keys):
+    if not any(rows for of in (table.entries, table.choices) for key, rows in of.items() if key in keys):
         print("nothing was measured: run 'inferengine tune MODEL' on the card", file=sys.stderr)
     return ExitCode.OK
 
 
-def _print(table: Any, environment: Any, keys: set[Any], *, as_json: bool) -> None:
+def _print(
+    table: MeasuredTable,
+    environment: Environment,
+    keys: Collection[ProductKey | AttentionKey | ExpertsKey],
+    *,
+    as_json: bool,
+) -> None:
     from inferengine.executor.tools.device_peaks import data_sheet_of
     from inferengine.kernels.cuda.tuning import measured_table
 
     wanted = measured_table.MeasuredTable(
-        {key: table.entries[key] for key in keys if table.entries.get(key)},
-        {key: table.choices[key] for key in keys if table.choices.get(key)},
+        {key: rows for key, rows in table.entries.items() if rows and key in keys},
+        {key: rows for key, rows in table.choices.items() if rows and key in keys},
     )
     if as_json:
         print(measured_table.to_json(wanted, environment), end="")
         return
-    found = data_sheet_of(environment.card)
-    sheet = None if found is None else found._asdict()
+    sheet = data_sheet_of(environment.card)
     print(f"{environment.card}, torch {environment.torch}, Triton {environment.triton}, kernels {environment.kernels}")
     for key, rows in sorted(wanted.entries.items()):
         print(f"\n{key.product.name.lower()} of {key.width} x {key.columns}, {key.operands.value}")
         for count in sorted(rows):
             entry = rows[count]
-            share = "" if sheet is None else f"{_share(key, count, entry.best_us, sheet):6.0%}"
+            share = "" if sheet is None else f"{_product_share(key, count, entry.best_us, sheet):6.0%}"
             print(
-                f"{count:6}  {_name(entry.best):48} {entry.best_us:9.1f} us{share}"
-                f"  then {_name(entry.second)} {entry.second_us:.1f}, rules {entry.rules_us:.1f}"
+                f"{count:6}  {_product_name(entry.best):48} {entry.best_us:9.1f} us{share}"
+                f"  then {_product_name(entry.second)} {entry.second_us:.1f}, rules {entry.rules_us:.1f}"
             )
     for choice_key, choices in sorted(wanted.choices.items(), key=lambda item: (type(item[0]).__name__, item[0])):
         print(f"\n{_title(choice_key)}")
@@ -107,9 +117,11 @@ def _print(table: Any, environment: Any, keys: set[Any], *, as_json: bool) -> No
                 print(line)
 
 
-def _title(key: Any) -> str:
+def _title(key: AttentionKey | ExpertsKey) -> str:
     """Return the title of a measurement that is not of a matrix product."""
-    if hasattr(key, "head_dim"):
+    from inferengine.kernels.cuda.dispatch import AttentionKey
+
+    if isinstance(key, AttentionKey):
         window = f", window {key.window}" if key.window else ""
         return (
             f"decode attention of {key.num_heads} heads, {key.num_kv_heads} of keys and values, {key.head_dim} wide, "
@@ -121,8 +133,8 @@ def _title(key: Any) -> str:
     )
 
 
-def _choice_lines(key: Any, rows: int, entry: Any, sheet: Mapping[str, float] | None) -> Iterator[str]:
-    """Yield one line for each case of an entry."""
+def _choice_lines(key: AttentionKey | ExpertsKey, rows: int, entry: ChoiceEntry, sheet: Any) -> Iterator[str]:
+    """Yield one line for each case of an entry. `sheet`: the card's DataSheet, None for an unknown card."""
     for case in sorted(entry.times, key=lambda each: (len(each), each)):
         times = entry.times[case]
         share = ""
@@ -134,44 +146,46 @@ def _choice_lines(key: Any, rows: int, entry: Any, sheet: Mapping[str, float] | 
         )
 
 
-def _choice_share(key: Any, rows: int, case: str, microseconds: float, sheet: Mapping[str, float]) -> float:
+def _choice_share(key: AttentionKey | ExpertsKey, rows: int, case: str, microseconds: float, sheet: Any) -> float:
     """Return the share of the peak: the least time for reading keys and values, or experts' weights, or for their
     arithmetic, over the measured time."""
+    from inferengine.kernels.cuda.dispatch import AttentionKey
     from inferengine.kernels.cuda.tuning.tuned_attention import TunedAttention
     from inferengine.kernels.cuda.tuning.tuned_experts import TunedExperts
 
-    if hasattr(key, "head_dim"):
+    if isinstance(key, AttentionKey):
         context = int(case)
         num_bytes: float = TunedAttention(key, 1, rows, context, rows * context).read_bytes(rows, context)
         operations = 0.0
     else:
         experts = TunedExperts(key, "", 1, rows)
         num_bytes, operations = experts.read_bytes(rows), experts.operations(rows)
-    seconds = max(num_bytes / (sheet["gb_per_s"] * 1e9), operations / (sheet["sixteen_bit"] * 1e12))
+    seconds = max(num_bytes / (sheet.gb_per_s * 1e9), operations / (sheet.sixteen_bit * 1e12))
     return seconds / (microseconds * 1e-6) if microseconds else 0.0
 
 
-def _choice_name(choice: Any) -> str:
-    if hasattr(choice, "block_tokens"):
+def _choice_name(choice: DecodeConfig | ExpertsChoice) -> str:
+    from inferengine.kernels.cuda.dispatch import DecodeConfig
+
+    if isinstance(choice, DecodeConfig):
         numbers = (choice.block_tokens, choice.num_splits, choice.num_warps, choice.num_stages, choice.min_tiles)
         return " ".join([*map(str, numbers), "" if choice.fused else "apart"]).strip()
     products = (" ".join(str(int(each)) for each in config) for config in (choice.gate_up, choice.down))
     return ("grouped " if choice.is_grouped else "pairs ") + " / ".join(products)
 
 
-def _share(key: Any, rows: int, microseconds: float, sheet: Mapping[str, float]) -> float:
+def _product_share(key: ProductKey, rows: int, microseconds: float, sheet: Any) -> float:
     """Return the share of the data sheet's peak: the least time for reading the weight, or for the arithmetic, over the
     measured time."""
     name = key.operands.name
     item_bytes = 2.0 if name.startswith("DENSE") else 0.5 if name.startswith("W4") else 1.0
-    by_reading = key.width * key.columns * item_bytes / (sheet["gb_per_s"] * 1e9)
-    by_arithmetic = (
-        2 * rows * key.width * key.columns / ((sheet["eight_bit"] if "CODES" in name else sheet["sixteen_bit"]) * 1e12)
-    )
+    by_reading = key.width * key.columns * item_bytes / (sheet.gb_per_s * 1e9)
+    tflops = sheet.eight_bit if "CODES" in name else sheet.sixteen_bit
+    by_arithmetic = 2 * rows * key.width * key.columns / (tflops * 1e12)
     return max(by_reading, by_arithmetic) / (microseconds * 1e-6) if microseconds else 0.0
 
 
-def _name(choice: Any) -> str:
+def _product_name(choice: KernelChoice | None) -> str:
     if choice is None:
         return "library"
     return " ".join([choice.kernel.name.lower(), *(str(int(each)) for each in choice.config or ())])
