@@ -1,4 +1,4 @@
-"""What a checkpoint that does not fit is told: one sentence that names the tensor, the key or the file."""
+"""Loading a checkpoint: what cannot be loaded is refused in a sentence that names the tensor, the key or the file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from inferengine.config import Config
 from inferengine.config.model_path import EMBEDDED
 from inferengine.errors import ConfigError
 from inferengine.executor.load import dry_run
+from inferengine.executor.torch_executor import build_executor
+from inferengine.kernels.ops import REFERENCE
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.linear import Linear
 from inferengine.models import registry, table, weights
@@ -373,8 +375,6 @@ def test_check_says_what_loading_would(break_it, named, folder):
 
 
 def test_a_longer_context_than_the_model_was_made_for(folder):
-    from inferengine.executor.torch_executor import build_executor
-
     config = Config().with_values(model={"path": str(folder), "max_model_len": 257})
     with pytest.raises(ConfigError, match=r"max_model_len.*made for 256"):
         build_executor(config).load(lambda phase, share: None)
@@ -388,16 +388,13 @@ def test_eos_comes_from_the_generation_config(folder, stored, expected):
 
 
 def test_a_tied_weight_is_held_once():
-    model_config, family = registry.config_of, registry.family
     values = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 16,
         "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "tie_word_embeddings": True,
     }  # fmt: skip
-    from inferengine.kernels.ops import REFERENCE
-
-    module = family(values)
+    family = registry.family(values)
     with torch.device("meta"):
-        model = module.build(REFERENCE, model_config(values, module))
+        model = family.build(REFERENCE, registry.config_of(values, family))
     assert sum(parameter.shape == (100, 16) for parameter in model.parameters()) == 1
 
 
