@@ -174,6 +174,12 @@ def test_scales_of_the_cache_and_tables_of_adapters_make_no_kind(tmp_path: Path)
     assert kind(first) == kind(second)
 
 
+def test_numbers_of_equal_value_are_of_one_kind() -> None:
+    first, second = int("1000"), int("1000")  # two objects
+    assert first is not second
+    assert kind(first) == kind(second) != kind(1001)
+
+
 def test_an_object_of_which_nothing_is_known_equals_only_itself() -> None:
     known, other = object(), object()
     assert kind(known) == kind(known) != kind(other)

@@ -168,6 +168,27 @@ def test_an_index_is_held_to_its_word(tmp_path):
     assert refusal(folder).startswith(f"the tensor {name} stands in {INDEX} but not in {files[1]}")
 
 
+def test_a_file_of_the_index_that_is_missing_is_named(tmp_path):
+    folder = save(make_model("llama"), tmp_path, shard_size="60KB")
+    gone = sorted(folder.glob("*.safetensors"))[1]
+    gone.unlink()
+    assert refusal(folder).startswith(f"{gone.name} stands in {INDEX} but is missing")
+
+
+def test_a_tensor_that_the_index_lacks_is_named(tmp_path):
+    folder = save(make_model("llama"), tmp_path, shard_size="60KB")
+    index = json.loads((folder / INDEX).read_text())
+    file = index["weight_map"].pop("model.norm.weight")
+    (folder / INDEX).write_text(json.dumps(index))
+    assert refusal(folder).startswith(f"the tensor model.norm.weight stands in {file} but not in {INDEX}")
+
+
+@pytest.mark.parametrize("weight_map", [None, ["model.safetensors"], {"model.norm.weight": 5}])
+def test_an_index_without_files_by_name_is_refused(folder, weight_map):
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert refusal(folder).startswith(f"{INDEX} has no weight_map")
+
+
 def test_an_index_names_no_file_outside_the_folder(tmp_path):
     folder = save(make_model("llama"), tmp_path, shard_size="60KB")
     index = json.loads((folder / INDEX).read_text())
