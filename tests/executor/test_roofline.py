@@ -120,12 +120,44 @@ def test_a_cpu_is_measured() -> None:
     assert 1e8 < peaks.operations_per_s < 1e14, "operations per second"
 
 
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Return a device that torch calls an H200."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize(("dtype", "tflops"), [(torch.float32, 67), (torch.bfloat16, 989)])
+def test_a_known_device_has_the_peaks_of_its_data_sheet(h200: torch.device, dtype: torch.dtype, tflops: float) -> None:
+    expected = DevicePeaks(4800e9, tflops * 1e12, "data sheet of NVIDIA H200", 450e9)
+    assert device_peaks.device_peaks(h200, dtype, weight_bytes=0) == (expected, 1979 / 989)
+
+
 def test_the_configuration_has_the_last_word() -> None:
     found = device_peaks.device_peaks(torch.device("cpu"), torch.float32, weight_bytes=0, gb_per_s=50, tflops=2)
     assert found == (DevicePeaks(50e9, 2e12, "configuration"), 1.0)
-    (half, _) = device_peaks.device_peaks(torch.device("cpu"), torch.float32, weight_bytes=0, gb_per_s=50) or (None, 0)
-    assert half is not None
-    assert (half.bytes_per_s, half.source) == (50e9, "configuration, measured at start")
+
+
+def test_what_is_not_configured_of_an_unknown_device_is_measured() -> None:
+    found = device_peaks.device_peaks(torch.device("cpu"), torch.float32, weight_bytes=0, gb_per_s=50)
+    assert found is not None
+    assert (found[0].bytes_per_s, found[0].source) == (50e9, "configuration, measured at start")
+
+
+@pytest.mark.parametrize(
+    ("configured", "bytes_per_s", "operations_per_s", "source"),
+    [
+        ({"gb_per_s": 50}, 50e9, 989e12, "configuration, data sheet of NVIDIA H200"),
+        ({"tflops": 2}, 4800e9, 2e12, "configuration, data sheet of NVIDIA H200"),
+        ({"gb_per_s": 50, "tflops": 2}, 50e9, 2e12, "configuration"),
+    ],
+)
+def test_what_is_not_configured_is_of_the_data_sheet(
+    h200: torch.device, configured: dict[str, float], bytes_per_s: float, operations_per_s: float, source: str
+) -> None:
+    found = device_peaks.device_peaks(h200, torch.bfloat16, weight_bytes=0, **configured)
+    assert found is not None
+    assert found[0] == DevicePeaks(bytes_per_s, operations_per_s, source, 450e9)
 
 
 def test_a_loaded_executor_tells_its_roofline() -> None:

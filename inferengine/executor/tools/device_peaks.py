@@ -84,7 +84,8 @@ def device_peaks(
     sheet = data_sheet_of(name)
     faster = sheet.eight_bit / sheet.sixteen_bit if sheet is not None and sheet.eight_bit else 1.0
     if gb_per_s > 0 and tflops > 0:
-        return DevicePeaks(gb_per_s * 1e9, tflops * 1e12, "configuration"), faster
+        link = 0.0 if sheet is None else sheet.link * 1e9
+        return DevicePeaks(gb_per_s * 1e9, tflops * 1e12, "configuration", link), faster
     if sheet is not None:
         peaks = DevicePeaks(
             sheet.gb_per_s * 1e9,
