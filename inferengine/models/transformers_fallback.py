@@ -372,8 +372,8 @@ def _conversions(model_type: str) -> Conversions | None:
         plain = [re.sub(r"\\(.)", r"\1", each) for each in (*sources, *targets)]
         if operations in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) and len(targets) == 1:
             experts[plain[-1]] = plain[:-1]
-        elif not operations and len(plain) == 2 and re.fullmatch(r"\^[\w.]+\(\.\+\)", plain[0]):
-            beginnings.append((plain[0][1:-4], plain[1].removesuffix("1")))
+        elif not operations and len(plain) == 2 and (found := re.fullmatch(r"\^([\w.]+)\(\.\+\)\$?", plain[0])):
+            beginnings.append((found[1], plain[1].removesuffix("1")))
         elif operations or len(plain) != 2 or any(re.search(r"[][^$*+?(){}|]", each) for each in plain):
             return None
         else:
