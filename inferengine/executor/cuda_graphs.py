@@ -34,6 +34,7 @@ from inferengine.executor.slots import Slots
 from inferengine.kernels.batch import MOST_GROUPS, Batch, SharedPrefixColumns, SlotMapping, StepColumns
 from inferengine.kernels.ops import Ops
 from inferengine.kernels.reference.ops import FILTER, RANDOM
+from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models.decoder import DecoderModel
 from inferengine.models.layer_kinds import layers_of_each_kind, with_layers
 
@@ -299,7 +300,10 @@ PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 FINE_TOKENS = 32  # between the sizes of a step with prompts alone
 PADDING_S = 0.2e-3  # what padding may cost: where FINE_TOKENS take longer, a first token waits for less of it
 STEP_TOKENS = 64  # by which a step of a slow number of tokens grows
-LAUNCHES_S = 6e-3  # about what launching a step kernel by kernel costs the host; longer steps need no graph
+# About what launching a step kernel by kernel costs the host; a step that takes the device longer needs no graph.
+LAUNCHES_S = 6e-3  # of a few layers
+LAYER_LAUNCHES_S = 190e-6  # of a layer of a deep model
+EXPERTS_LAUNCHES_S = 400e-6  # of one with experts: routing, and their products in more steps
 ALIGNED = 4  # int32: columns begin at multiples of 16 bytes, as the kernels are compiled for
 
 
@@ -330,16 +334,24 @@ class MixedShape(NamedTuple):
         return [rows, rows, rows, rows + 1, tokens, tokens, tokens, rows, rows, rows]
 
 
-def shapes_to_capture(max_rows: int, max_tokens: int, token_s: float) -> list[MixedShape]:
+def launches_s(config: DecoderConfig) -> float:
+    """Estimate the host's seconds to launch a step of this model kernel by kernel."""
+    experts = sum(config.moe_of(layer) is not None for layer in range(config.num_layers))
+    return max(LAUNCHES_S, (config.num_layers - experts) * LAYER_LAUNCHES_S + experts * EXPERTS_LAUNCHES_S)
+
+
+def shapes_to_capture(
+    max_rows: int, max_tokens: int, token_s: float, launches_s: float = LAUNCHES_S
+) -> list[MixedShape]:
     """Return the shapes worth a graph, in order. `token_s`: device seconds per token of a step; shapes that take longer
-    than launching them kernel by kernel are left out. Prompts without decodes, which are all that a quiet engine
-    computes, have more sizes where the tokens of a large model take their time."""
+    than launching them kernel by kernel, `launches_s`, are left out. Prompts without decodes, which are all that a
+    quiet engine computes, have more sizes where the tokens of a large model take their time."""
     decodes = sorted({min(count, max_rows) for count in DECODES})
     pairs = {(d, p) for d in decodes for p in PROMPT_TOKENS}
     if FINE_TOKENS * token_s > PADDING_S:
         pairs |= {(0, p) for p in range(FINE_TOKENS, PROMPT_TOKENS[-1], FINE_TOKENS)}
     shapes = {
-        MixedShape(d, p if d + p != SLOW_TOKENS else p + STEP_TOKENS) for d, p in pairs if p * token_s <= LAUNCHES_S
+        MixedShape(d, p if d + p != SLOW_TOKENS else p + STEP_TOKENS) for d, p in pairs if p * token_s <= launches_s
     }
     return sorted(shape for shape in shapes if shape.num_tokens <= max_tokens)
 

@@ -5,12 +5,14 @@ Graphs themselves need a card; what a graph replays is computed here by Triton's
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.shapes import SHAPES
 from inferengine.core.executor import StepPlan
 from inferengine.executor.cuda_graphs import (
     PROMPT_TOKENS,
@@ -18,12 +20,14 @@ from inferengine.executor.cuda_graphs import (
     MixedGraphs,
     MixedShape,
     graphs_to_capture,
+    launches_s,
     padded_sizes,
     shapes_to_capture,
     without_slow,
 )
 from inferengine.executor.sampler import StepDraws
 from inferengine.executor.slots import columns_of
+from inferengine.models import registry
 from tests.executor.engine import Engine
 from tests.kernels.llama_engine import VOCAB, make_llama_engine, save_llama, unpadded_states
 
@@ -106,6 +110,19 @@ def test_steps_that_outlast_their_launches_are_not_captured() -> None:
     assert {shape.decodes for shape in shapes} == {0, 16, 64}
     assert all(shape.num_tokens <= 512 for shape in shapes)
     assert shapes_to_capture(max_rows=64, max_tokens=16, token_s=0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "token_s", "most"),
+    [("llama-3.1-8b", 14e-6, 416), ("llama-3.1-70b", 70e-6, 192), ("gpt-oss-20b", 6.1e-6, 1536)],
+)
+def test_the_more_a_model_launches_the_longer_steps_are_captured(
+    name: str, token_s: float, most: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
+    config, _ = registry.read_model_config(tmp_path)
+    shapes = shapes_to_capture(max_rows=256, max_tokens=8192, token_s=token_s, launches_s=launches_s(config))
+    assert max(shape.prompt_tokens for shape in shapes if not shape.decodes) == most
 
 
 def test_a_prompt_alone_is_padded_little_where_padding_takes_time() -> None:

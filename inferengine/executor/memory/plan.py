@@ -18,7 +18,7 @@ import torch
 from inferengine.config import CPU_CACHE_SHARE
 from inferengine.core.executor import KVGroup
 from inferengine.errors import ConfigError, DoesNotFit
-from inferengine.executor.cuda_graphs import MixedShape, graphs_to_capture, shapes_to_capture, shared_sizes
+from inferengine.executor.cuda_graphs import MixedShape, graphs_to_capture, launches_s, shapes_to_capture, shared_sizes
 from inferengine.executor.draft_model import read_draft_config, target_kv_bytes
 from inferengine.executor.memory.prefix_groups import shares_prefixes
 from inferengine.executor.parallel.communicator import inbox_bytes
@@ -277,7 +277,8 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
     if on_cuda:
         context = CUDA_CONTEXT_BYTES + exchange_bytes(config, settings, dtype)
         token_s = _token_s(whole, values, settings, dtype)
-        shapes = shapes_to_capture(settings.max_num_seqs, settings.max_num_batched_tokens, token_s)
+        sizes = settings.max_num_seqs, settings.max_num_batched_tokens
+        shapes = shapes_to_capture(*sizes, token_s, launches_s(whole))
         if settings.cuda_graphs and config.implementation == "native":
             graphs = graph_bytes(config, settings, dtype, shapes)
         taken = weights + draft_weights + activations + slots + states + context + graphs
