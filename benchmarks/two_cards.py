@@ -30,11 +30,12 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.shapes import SHAPES, write_model
+from inferengine.bench.compare import SIDES, joined
 from inferengine.bench.environment import write_result
 from inferengine.bench.services import local_service
 from inferengine.config import parse_flags
@@ -159,7 +160,8 @@ class Runner:
 
     def write(self) -> None:
         """Write what has been found so far."""
-        write_result(self._result, {**self._document, "benchmark": "two_cards", "jobs": self.found})
+        rows = rows_of_both_sides(self.found)
+        write_result(self._result, {**self._document, "benchmark": "two_cards", "rows": rows, "jobs": self.found})
         with tarfile.open(self._result.with_name("logs.tar.gz"), "w:gz") as archive:
             for log in sorted(self._logs.glob("*.log")):
                 archive.add(log, log.name)
@@ -189,6 +191,14 @@ def wait_for_memory() -> None:
     deadline = time.monotonic() + FREE_S
     while any(used > FREE_MIB for used in memory_mib("used")) and time.monotonic() < deadline:
         time.sleep(0.3)
+
+
+def rows_of_both_sides(found: Mapping[str, Row]) -> list[Row]:
+    """Join the rows of jobs that compared engines: a model's sides may be measured by two jobs."""
+    results = [row.get("result") or {} for row in found.values()]
+    rows = [row for result in results if result.get("benchmark") == "compare" for row in result["rows"]]
+    sides = [{**row, "side": side, "value": row[side]} for row in rows for side in SIDES if side in row]
+    return joined(sides)
 
 
 def summary(result: Row) -> list[str]:

@@ -56,6 +56,19 @@ def test_what_a_job_finds_is_kept_with_its_command_and_the_environment(
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"two-cards.json", "logs.tar.gz"}
 
 
+def compares(side: str, step_ms: float) -> str:
+    row = {"model": "8b", "workload": "decode 1", "unit": "ms per step", side: step_ms}
+    return f"import json, sys; json.dump({ {'benchmark': 'compare', 'rows': [row]} }, open(sys.argv[1], 'w'))"
+
+
+def test_sides_that_two_jobs_measure_are_joined(tmp_path: Path) -> None:
+    found = run(
+        tmp_path, [job("8b", compares("ours", 2.0)), job("8b-peer", compares("peer", 3.0)), job("http", WRITES)]
+    )
+    expected = {"model": "8b", "workload": "decode 1", "unit": "ms per step", "ours": 2.0, "peer": 3.0, "ratio": 1.5}
+    assert found["rows"] == [expected]
+
+
 def test_a_job_that_hangs_ends_at_its_limit_with_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
