@@ -304,6 +304,7 @@ STEP_TOKENS = 64  # by which a step of a slow number of tokens grows
 LAUNCHES_S = 6e-3  # of a few layers
 LAYER_LAUNCHES_S = 190e-6  # of a layer of a deep model
 EXPERTS_LAUNCHES_S = 400e-6  # of one with experts: routing, and their products in more steps
+EXCHANGES_LAUNCHES_S = 80e-6  # more, of a layer that is divided among ranks: two sums
 ALIGNED = 4  # int32: columns begin at multiples of 16 bytes, as the kernels are compiled for
 
 
@@ -334,10 +335,12 @@ class MixedShape(NamedTuple):
         return [rows, rows, rows, rows + 1, tokens, tokens, tokens, rows, rows, rows]
 
 
-def launches_s(config: DecoderConfig) -> float:
-    """Estimate the host's seconds to launch a step of this model kernel by kernel."""
+def launches_s(config: DecoderConfig, ranks: int = 1) -> float:
+    """Estimate the host's seconds to launch a step of this model kernel by kernel, on each of `ranks` devices."""
     experts = sum(config.moe_of(layer) is not None for layer in range(config.num_layers))
-    return max(LAUNCHES_S, (config.num_layers - experts) * LAYER_LAUNCHES_S + experts * EXPERTS_LAUNCHES_S)
+    seconds = (config.num_layers - experts) * LAYER_LAUNCHES_S + experts * EXPERTS_LAUNCHES_S
+    exchanges = config.num_layers * EXCHANGES_LAUNCHES_S if ranks > 1 else 0.0
+    return max(LAUNCHES_S, seconds + exchanges)
 
 
 def shapes_to_capture(

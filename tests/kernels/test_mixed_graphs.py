@@ -113,15 +113,20 @@ def test_steps_that_outlast_their_launches_are_not_captured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "token_s", "most"),
-    [("llama-3.1-8b", 14e-6, 416), ("llama-3.1-70b", 70e-6, 192), ("gpt-oss-20b", 6.1e-6, 1536)],
+    ("name", "ranks", "token_s", "most"),
+    [
+        ("llama-3.1-8b", 1, 14e-6, 416),
+        ("llama-3.1-8b", 2, 7e-6, 1216),
+        ("llama-3.1-70b", 2, 70e-6, 288),
+        ("gpt-oss-20b", 1, 6.1e-6, 1536),
+    ],
 )
 def test_the_more_a_model_launches_the_longer_steps_are_captured(
-    name: str, token_s: float, most: int, tmp_path: Path
+    name: str, ranks: int, token_s: float, most: int, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
     config, _ = registry.read_model_config(tmp_path)
-    shapes = shapes_to_capture(max_rows=256, max_tokens=8192, token_s=token_s, launches_s=launches_s(config))
+    shapes = shapes_to_capture(max_rows=256, max_tokens=8192, token_s=token_s, launches_s=launches_s(config, ranks))
     assert max(shape.prompt_tokens for shape in shapes if not shape.decodes) == most
 
 

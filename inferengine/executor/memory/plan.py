@@ -278,7 +278,7 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
         context = CUDA_CONTEXT_BYTES + exchange_bytes(config, settings, dtype)
         token_s = _token_s(whole, values, settings, dtype)
         sizes = settings.max_num_seqs, settings.max_num_batched_tokens
-        shapes = shapes_to_capture(*sizes, token_s, launches_s(whole))
+        shapes = shapes_to_capture(*sizes, token_s, launches_s(whole, settings.tensor_parallel))
         if settings.cuda_graphs and config.implementation == "native":
             graphs = graph_bytes(config, settings, dtype, shapes)
         taken = weights + draft_weights + activations + slots + states + context + graphs
