@@ -11,11 +11,12 @@ it what they said.
 - `losses`: SIGKILL and SIGSTOP of a rank, 10 times each, in services side by side (benchmarks/stall_recovery.py)
 - `8b`, `70b`, `70b-peer`, `32b`, `32b-peer`: `inferengine bench compare --tensor-parallel 2`, random weights in bf16.
   The 8B's two sides load together; of a 70B one side fills the cards
+- `engine`, `engines`: an 8B under `inferengine up` at 128 streams, and two of them, one on each card, at 256
 - `70b-http`: a 70B in bf16 on both cards under `inferengine up`, 64 streams; `70b-fp8-http`: in FP8 on one card
 
     python -m benchmarks.two_cards --serve llama-3.1-70b --json FILE [--section.key VALUE ...]
 
-is the program of the last two.
+is the program of the last four.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ END_S = 15.0  # for a job to end its own processes after its limit
 FREE_S = 15.0  # for the cards' memory to come back after a job
 FREE_MIB = 2048  # of a card that nothing uses any more
 LARGE_CARD_MIB = 100 * 1024  # from here on a 70B needs no small cache
-STREAMS, REQUESTS, TOKENS = 64, 192, 128  # of the loads over HTTP
+STREAMS, TOKENS = 64, 128  # of the loads over HTTP
+ROUNDS = 3  # requests of each stream
 Row = dict[str, Any]
 
 
@@ -84,6 +86,7 @@ def jobs(folder: Path, *, card_mib: int, peer: Sequence[str], losses: int, servi
     both_cards = ["--engine.tensor_parallel", "2", "--engine.max_num_seqs", "64", "--cache.num_blocks", "640"]
     one_card = ["--model.quantization", "fp8", "--engine.max_num_seqs", "64", "--cache.num_blocks", "272"]
     tokens = ["--engine.tune", "0", "--engine.max_num_batched_tokens"]
+    engines = [PYTHON, "-m", "benchmarks.two_cards", "--serve", "llama-3.1-8b", "--json", "{json}", *sizes]
     return [
         Job("exactness", [PYTHON, "-m", "tests.gpu.ranks", "--limit", "110", "--json", "{json}"], 60, 125),
         Job(
@@ -105,6 +108,8 @@ def jobs(folder: Path, *, card_mib: int, peer: Sequence[str], losses: int, servi
         Job("70b-peer", compare("llama-3.1-70b", "peer", folder, "--limit", "230", *seventy, *peer), 170, 240),
         Job("70b-http", [*serve, *both_cards, *sizes, *tokens, "4096"], 65, 130),
         Job("70b-fp8-http", [*serve, *one_card, *sizes, *tokens, "2048"], 75, 140),
+        Job("engine", [*engines, "--up.engines", "1", "--streams", "128"], 50, 100),
+        Job("engines", [*engines, "--up.engines", "2", "--streams", "256"], 60, 120),
         Job("32b", compare("qwen3-32b", "ours", folder, "--limit", "110", *workloads), 75, 120),
         Job("32b-peer", compare("qwen3-32b", "peer", folder, "--limit", "190", *workloads, *peer), 130, 200),
     ]  # fmt: skip
@@ -223,8 +228,8 @@ def summary(result: Row) -> list[str]:
     return [f"{name}: {value}" for name, value in result.items() if isinstance(value, int | float | str)]
 
 
-def serve(shape: str, flags: dict[str, Any], path: Path) -> None:
-    """Serve a shape with random weights over HTTP and load it with STREAMS streams."""
+def serve(shape: str, flags: dict[str, Any], streams: int, path: Path) -> None:
+    """Serve a shape with random weights over HTTP and load it with this many streams."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder, shape)
@@ -233,15 +238,15 @@ def serve(shape: str, flags: dict[str, Any], path: Path) -> None:
         with local_service(str(folder), "--model.load_format", "dummy", *words) as url:
             ready_s = time.monotonic() - begin
             loads = []
-            for requests in (STREAMS, REQUESTS):  # the first one's figures are not kept
+            for requests in (streams, ROUNDS * streams):  # the first one's figures are not kept
                 file = folder / "load.json"
                 command = [PYTHON, "-m", "benchmarks.serving", "--url", url, "--prompt", "ids", "--first-id", "300"]
-                command += ["--last-id", "4000", "--concurrency", str(STREAMS), "--requests", str(requests)]
+                command += ["--last-id", "4000", "--concurrency", str(streams), "--requests", str(requests)]
                 command += ["--input", str(TOKENS), "--output", str(TOKENS), "--json", str(file)]
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
                 loads.append(json.loads(file.read_text()))
     found = loads[-1]
-    document: Row = {"benchmark": "serve", "shape": shape, "settings": flags, "streams": STREAMS, "ready_s": ready_s}
+    document: Row = {"benchmark": "serve", "shape": shape, "settings": flags, "streams": streams, "ready_s": ready_s}
     document |= {"output_tokens_per_s": found["output_tokens_per_s"]}
     for figure in ("ttft_ms", "itl_ms"):
         document |= {f"{figure}_{percentile}": found[figure][percentile] for percentile in ("p50", "p99")}
@@ -259,10 +264,11 @@ def main() -> int:
     parser.add_argument("--peer-python", default="", help="a Python that has vllm; default: this one")
     parser.add_argument("--peer-path", default="", help="put before PYTHONPATH of the peer")
     parser.add_argument("--serve", choices=sorted(SHAPES), help="serve a shape over HTTP and load it")
+    parser.add_argument("--streams", type=int, default=STREAMS, help="of --serve")
     parser.add_argument("--json", type=Path, required=True, help="the file for the result")
     options = parser.parse_args(rest)
     if options.serve:
-        serve(options.serve, flags, options.json)
+        serve(options.serve, flags, options.streams, options.json)
         return 0
     peer = [word for name in ("python", "path") if (value := getattr(options, f"peer_{name}"))
             for word in (f"--peer-{name}", value)]  # fmt: skip
