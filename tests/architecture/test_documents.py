@@ -138,6 +138,19 @@ def test_every_option_of_a_command_exists(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_command_with_options_has_those_that_its_program_requires(document: Path) -> None:
+    missing = []
+    for text in commands_of(document):
+        run = re.match(r"python -m (benchmarks\.[\w.]+) .*?--", text)
+        file = module_file(run[1]) if run is not None else None
+        program = "" if file is None else file.read_text(encoding="utf-8")
+        if "add_subparsers" not in program:
+            required = re.findall(r'add_argument\("(--[-a-z]+)"[^\n]*\brequired=True', program)
+            missing += [(text, option) for option in required if not re.search(rf"{option}(?![-\w])", text)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_path_that_is_named_exists(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     files = re.findall(
