@@ -439,6 +439,26 @@ def test_the_plan_counts_what_the_file_holds(name: str, tmp_path: Path) -> None:
     assert weight_bytes(config, read_json(path / "config.json"), torch.float32) == pytest.approx(stored, rel=1e-3)
 
 
+@pytest.mark.parametrize(("name", "head"), [("llama", "output.weight"), ("qwen3", "token_embd.weight")])
+def test_the_roofline_counts_a_packed_head_once(name: str, head: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    make(CASES[name], path)
+    config = Config().with_values(
+        model={"path": str(path)},
+        engine={"device": "cpu", "peak_gb_per_s": 20.0, "peak_tflops": 0.2},
+        cache={"num_blocks": 16},
+    )
+    executor = build_executor(config)
+    executor.load(lambda phase, share: None)
+    roofline = executor.roofline()
+    executor.close()
+    assert roofline is not None
+    tensors = read_gguf(path).tensors
+    others = sum(info.num_bytes for key, info in tensors.items() if key not in ("output.weight", "token_embd.weight"))
+    assert roofline.work.head_bytes == pytest.approx(tensors[head].num_bytes, rel=0.03), "scales take more when packed"
+    assert roofline.work.layer_bytes == pytest.approx(others, rel=0.03)
+
+
 def test_a_conversation_with_nothing_but_the_file(tmp_path: Path) -> None:
     tokenizer, path = byte_level(""), tmp_path / "model.gguf"
     case = CASES["llama"]

@@ -56,16 +56,17 @@ def roofline_of(
     if any(isinstance(module, Experts) and _has_half_experts(module) for module in model.modules()):
         saved = config.num_expert_weights * (dtype.itemsize - 2)
         num_bytes, expert_bytes = num_bytes - saved, expert_bytes - saved
+    head_item_bytes = float(dtype.itemsize)
+    if head:
+        head_item_bytes = head / (config.vocab_size * config.hidden_size)
+    elif _is_half(getattr(model, "head", None)):
+        head_item_bytes = 2.0
     work = model_work(
         config,
         weight_bytes=num_bytes - sum(map(_num_weights, halves)) * (dtype.itemsize - 2),
         num_layer_weights=sum(map(_num_weights, linears)),
         item_bytes=dtype.itemsize,
-        head_item_bytes=head / (config.vocab_size * config.hidden_size)
-        if head
-        else 2
-        if _is_half(getattr(model, "head", None))
-        else dtype.itemsize,
+        head_item_bytes=head_item_bytes,
         table_bytes=table_bytes,
         kv_item_bytes=kv_dtype.itemsize,
         product_speed=faster if scheme in EIGHT_BIT_PRODUCTS else 1.0,
