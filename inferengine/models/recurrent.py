@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 from inferengine.layers.decoder_config import StateTensor
 from inferengine.models.decoder import PartOfStep
 
+SHORTEST_CHUNK, LONGEST_CHUNK = 16, 64  # of a recurrence on a CPU: measured, of 8 to 256
 CHANGE = 8.0  # of every number of a state, which its reader must notice
 NOTHING = "nothing"
 
@@ -223,6 +224,12 @@ def pieces_of(
     return Pieces(pieces, num_tokens, None if in_order else torch.from_numpy(np.argsort(computed)).to(device))
 
 
+def chunk_size_for(length: int) -> int:
+    """Return in what chunks transformers' modules should compute a recurrence over so many tokens on a CPU: they pad to
+    whole chunks, and work and memory of one grow with its square (Mamba 2 has 256)."""
+    return min(LONGEST_CHUNK, max(SHORTEST_CHUNK, 1 << (length - 1).bit_length()))
+
+
 class RecurrentStates:
     """The states of all slots, and the calls of the modules that use them. `cache` is what the model is given."""
 
@@ -238,7 +245,7 @@ class RecurrentStates:
         self.one_by_one = False  # the modules continue a state by one token at a time (Mamba 1)
         self._probes = False
         for module, layers in modules.layers:
-            module.__dict__["forward"] = self._in_pieces(module.forward, layers)
+            module.__dict__["forward"] = self._in_pieces(module, module.forward, layers)
 
     def bind(self, tensors: list[torch.Tensor]) -> None:
         """Set the states [S, ...] of all slots, in the order in which they were described."""
@@ -267,14 +274,19 @@ class RecurrentStates:
             self._tensors[number].index_copy_(0, slots, state)
         self._old = None
 
-    def _in_pieces(self, forward: Callable[..., Any], layers: tuple[int, ...]) -> Callable[..., Any]:
+    def _in_pieces(
+        self, module: nn.Module, forward: Callable[..., Any], layers: tuple[int, ...]
+    ) -> Callable[..., Any]:
         """Wrap a module's `forward` for the row of a step: it is called for each piece."""
+        longest = getattr(module, "chunk_size", None)
 
         def call(*args: Any, **options: Any) -> Any:
             step = self._pieces
             assert step is not None
             outputs: list[Any] = []
             for piece in step.pieces:
+                if isinstance(longest, int) and piece.tokens.device.type == "cpu":
+                    module.__dict__["chunk_size"] = min(longest, chunk_size_for(piece.length))
                 own = [piece.of(each, step.num_tokens) for each in args]
                 named = {name: piece.of(each, step.num_tokens) for name, each in options.items()}
                 if self._probes:

@@ -201,6 +201,17 @@ def test_a_beginning_of_names_is_renamed_however_transformers_writes_its_pattern
     assert dry_run(tmp_path) == sum(tensor.numel() for tensor in tensors.values())
 
 
+def test_a_prompt_is_computed_in_chunks_that_fit_it(tmp_path):
+    """The recurrence of Mamba 2 would pad each piece to 256 tokens."""
+    values = {**CASES["mamba2, no attention"].values, "chunk_size": 256}
+    folder = save(model_of("Mamba2Config", values), tmp_path)
+    engine, prompt = Engine(folder, budget=128, cache={"prefix_caching": False}), list(range(100))
+    mixer = next(module for module in engine.executor.model.base.modules() if hasattr(module, "chunk_size"))
+    for count, expected in ((5, 16), (16, 16), (17, 32), (100, 64)):
+        engine.generate([prompt[:count]], 1)
+        assert mixer.chunk_size == expected
+
+
 @pytest.mark.parametrize("name", ["qwen3.5", "mamba, no attention, token by token"])
 def test_weights_may_be_quantized_at_load(name, tmp_path):
     model = model_of(*CASES[name][:2])
