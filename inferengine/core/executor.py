@@ -28,6 +28,7 @@ class SlotInit(NamedTuple):
     seed: int
     stop_token_ids: SequenceOf[int]  # EOS and stop ids: suppressed on the device until min_tokens are out
     adapter: int = 0  # LoRA adapter; 0: none
+    snapshot: int = -1  # whose state the slot begins with; -1: none, it begins at its first token
 
 
 class BlockUpdates(NamedTuple):
@@ -53,6 +54,14 @@ class TokenWrites(NamedTuple):
     token_ids: list[int]
 
 
+class SnapshotWrite(NamedTuple):
+    """Write the state of row `row`, as it is after `num_tokens` tokens of its sequence, into a snapshot."""
+
+    row: int
+    num_tokens: int
+    snapshot: int
+
+
 class PooledRow(NamedTuple):
     """A row whose final hidden states go into an embedding: those of all its tokens (`mean`), or of its last alone.
 
@@ -76,10 +85,11 @@ class StepPlan(NamedTuple):
     at each of its positions. Draft tokens come with `token_writes`; where `device_drafts`, the executor makes them.
     `masked` lists draws (indices into all draws of the plan, in order) that wait for `StepFuture.provide_masks`.
     Rows in `pooled` draw nothing: they give a vector.
+    `snapshots` are taken while their rows are computed. A snapshot is in it once at most.
 
     Order of execution: `swap_out` (device -> host blocks), `swap_in` (host -> device), `copies` (device -> device: a
-    source may just have been swapped in), then slot and block-table writes, then the computation. Each is empty or has
-    one entry per KV group.
+    source may just have been swapped in), then slot and block-table writes and the states that slots begin with, then
+    the computation. Each of the first three is empty or has one entry per KV group.
     """
 
     step: int
@@ -99,6 +109,7 @@ class StepPlan(NamedTuple):
     device_drafts: bool = False
     masked: SequenceOf[int] = ()
     pooled: SequenceOf[PooledRow] = ()
+    snapshots: SequenceOf[SnapshotWrite] = ()
 
     @property
     def num_sampled(self) -> int:
@@ -158,6 +169,7 @@ class Capacity(NamedTuple):
     max_forced_rows: int = 0  # with more rows, a forced token costs as much in a step of its own; 0: never
     has_draft_model: bool = False  # whether it can make draft tokens itself (StepPlan.device_drafts)
     has_states: bool = False  # beside its KV a slot has a state, of its latest token alone: no block holds it
+    num_snapshots: int = 0  # copies of states that it can keep; 0: prefixes of a model with states are not cached
 
 
 class DeviceLost(RuntimeError):

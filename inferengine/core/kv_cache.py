@@ -10,6 +10,8 @@ PrefixCache: a full block is known by SHA-256 over (the hash of the block before
 from a salt, so tenants with different salts never share a block and cannot probe for each other's prompts. The map
 holds one block per hash; a second block with the same content stays private to its sequence.
 
+With StateSnapshots (core/state_snapshots.py) a prefix is found as far as a snapshot of the model's state goes.
+
 KVEvent: changes of the cache for cache-aware routers, in the fields that vLLM publishes.
 
 BlockAges: how long blocks stay, and how soon they are used again, of a sample of them.
@@ -33,9 +35,10 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple, Protocol
 
-from inferengine.core.executor import BlockCopies, BlockUpdates, KVGroup
+from inferengine.core.executor import BlockCopies, BlockUpdates, KVGroup, SnapshotWrite
 from inferengine.core.histogram import Histogram
 from inferengine.core.sequence import Request, Sequence
+from inferengine.core.state_snapshots import StateSnapshots
 
 SAMPLED_BLOCKS = 1024
 NEVER = sys.maxsize  # `next_hash_at` without a prefix cache
@@ -331,7 +334,7 @@ class PrefixCache:
 
 class BlockStored(NamedTuple):
     """A block with these tokens, after `parent_block_hash` (None at the beginning), can be reused by requests with the
-    same LoRA adapter (0: none)."""
+    same LoRA adapter (0: none); of a model with states, as far as there are snapshots."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -479,12 +482,16 @@ class OfferedBlock(NamedTuple):
 
 
 class PrefixHit:
-    """What `lookup` found: `num_tokens` need no computing; `block_ids[g]` hold them (None: left of the window)."""
+    """What `lookup` found: `num_tokens` need no computing; `block_ids[g]` hold them (None: left of the window). Of
+    `num_matched` tokens the KV is cached."""
 
-    __slots__ = ("block_hashes", "block_ids", "num_tokens")
+    __slots__ = ("block_hashes", "block_ids", "num_matched", "num_tokens")
 
-    def __init__(self, num_tokens: int, block_ids: list[list[int | None]], block_hashes: list[bytes]) -> None:
+    def __init__(
+        self, num_tokens: int, block_ids: list[list[int | None]], block_hashes: list[bytes], num_matched: int = 0
+    ) -> None:
         self.num_tokens = num_tokens
+        self.num_matched = num_matched
         self.block_ids = block_ids
         self.block_hashes = block_hashes
 
@@ -505,13 +512,16 @@ class KVCacheManager:
         prefix_caching: bool = True,
         eviction: str = "lru",
         record_events: bool = False,
+        num_snapshots: int = 0,
     ) -> None:
+        """`num_snapshots`: of the model's states; 0: it has none."""
         self.block_size = block_size
         self.groups = groups
         self.max_chunk = max_chunk  # most tokens of one sequence in one step: what a window needs beyond itself
         self.prefix_caching = prefix_caching
         self.pools = [BlockPool(group.num_blocks, eviction) for group in groups]
         self.swap = SwapSpace(groups)
+        self.snapshots = StateSnapshots(num_snapshots) if prefix_caching and num_snapshots else None
         self.caches = [PrefixCache(group.num_blocks) for group in groups]
         self.now_s = 0.0  # set before each plan: the time of what happens next
         self.block_ages = BlockAgeHistograms()
@@ -563,8 +573,11 @@ class KVCacheManager:
                 blocks.append(block_id)
             if new.count(None) < len(new) and not any(new[index] is None for index in self._full_groups):
                 count += 1
+        num_matched = count * size
         while count:
             shorter = min(self._usable(blocks, group, count) for blocks, group in zip(found, self.groups, strict=True))
+            if self.snapshots is not None:
+                shorter = self.snapshots.longest(memo, shorter)
             if shorter == count:
                 break
             count = shorter
@@ -572,7 +585,7 @@ class KVCacheManager:
             first = self._first_needed(group, count)
             blocks[:first] = [None] * first
             del blocks[count:]
-        return PrefixHit(count * size, found, memo[:count])
+        return PrefixHit(count * size, found, memo[:count], num_matched)
 
     def _num_known(self, found: list[list[int | None]]) -> int:
         """Return how many of the first blocks are cached in all groups without a window; where all have windows, in
@@ -612,6 +625,9 @@ class KVCacheManager:
             sequence.block_tables[group_index] = [-1 if block_id is None else block_id for block_id in block_ids]
             sequence.num_blocks_released[group_index] = released
             self._record(group_index, sequence.slot, released, held)
+        if self.snapshots is not None:
+            sequence.num_matched = hit.num_matched
+            sequence.snapshot = self.snapshots.use(hit.block_hashes[-1]) if hit.num_tokens else -1
         sequence.num_computed = hit.num_tokens
         sequence.capacity = hit.num_tokens
         sequence.block_hashes = list(hit.block_hashes)
@@ -663,11 +679,41 @@ class KVCacheManager:
             digest = block_hash(digest, sequence.tokens[index * size : (index + 1) * size])
             hashes.append(digest)
             offered += self._insert(sequence, index, digest)
+        if self.snapshots is not None:
+            self.snapshots.settle(sequence, size)
         return offered
 
+    def save_states(
+        self, rows: SequenceOf[Sequence], starts: list[int], counts: list[int], num_decodes: int
+    ) -> list[SnapshotWrite]:
+        """Return the snapshots to take of a step's rows, whose prompts `cache_full_blocks` has hashed."""
+        writes: dict[int, SnapshotWrite] = {}  # by snapshot: a row may take that of a row before it
+        size, snapshots = self.block_size, self.snapshots
+        if snapshots is None:
+            return []
+        for row, (sequence, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+            end, known = start + count, len(sequence.tokens)
+            if row < num_decodes:
+                snapshot = snapshots.reserve(sequence, end) if end % size == 0 else None
+                if snapshot is not None:
+                    writes[snapshot] = SnapshotWrite(row, end, snapshot)
+                continue
+            last = min(end, known - 1) // size * size
+            for boundary in sorted({sequence.num_matched, last}):
+                if start < boundary <= last:
+                    is_lasting = boundary == sequence.num_matched or end >= known
+                    digest = sequence.block_hashes[boundary // size - 1]
+                    snapshot = snapshots.save(digest, is_lasting=is_lasting)
+                    if snapshot is not None:
+                        writes[snapshot] = SnapshotWrite(row, boundary, snapshot)
+        return list(writes.values())
+
     def forget(self, sequence: Sequence, from_token: int) -> None:
-        """Take the sequence's blocks from that token on out of the prefix cache: their content is wrong."""
+        """Take the sequence's blocks and states from that token on out of the prefix cache: their content is wrong."""
         hashes = sequence.block_hashes
+        if self.snapshots is not None:
+            for digest in hashes[from_token // self.block_size :]:
+                self.snapshots.drop(digest)
         self.withdraw(
             [
                 OfferedBlock(group_index, table[index], hashes[index])
@@ -697,6 +743,8 @@ class KVCacheManager:
             sequence.block_tables[group_index] = []
             sequence.num_blocks_released[group_index] = 0
         sequence.capacity = 0
+        if self.snapshots is not None:
+            self.snapshots.release(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> PrefixHit | None:
         """Return the full blocks of a running sequence's prompt, for a child with the same prompt. None where a window
@@ -762,6 +810,8 @@ class KVCacheManager:
         for pool, cache in zip(self.pools, self.caches, strict=True):
             pool.forget_cached()
             count += cache.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
         if self.events is not None:
             self.events.append(AllBlocksCleared())
         return count
@@ -770,6 +820,8 @@ class KVCacheManager:
         """Check that empty + evictable + held = total in every pool, and that evictable blocks are cached ones. Raises
         RuntimeError."""
         self.swap.check()
+        if self.snapshots is not None:
+            self.snapshots.check()
         for pool, cache in zip(self.pools, self.caches, strict=True):
             pool.check()
             cached_free = sum(1 for block in cache.block_ids() if pool.reference_count(block) == 0)

@@ -133,12 +133,14 @@ class Sequence:
         "num_computed",
         "num_drafted",
         "num_inflight",
+        "num_matched",
         "num_preemptions",
         "num_prompt",
         "num_unexplained_failures",
         "request",
         "rules",
         "slot",
+        "snapshot",
         "status",
         "stop_ids",
         "tokens",
@@ -159,6 +161,8 @@ class Sequence:
         self.num_computed = 0  # tokens that some step has computed or is computing
         self.num_inflight = 0  # tokens drawn on the device that the host has not seen yet
         self.slot = -1
+        self.snapshot = -1  # whose state its slot begins with
+        self.num_matched = 0  # tokens whose KV was cached when it was admitted: a snapshot may have been of fewer
         self.block_tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.num_blocks_released: list[int] = [0] * num_groups  # leading blocks that left a sliding window
         self.host_tables: list[list[int]] | None = None  # where its KV waits while it is swapped out

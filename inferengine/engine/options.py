@@ -11,8 +11,6 @@ from inferengine.errors import ConfigError
 
 # With how many running sequences draft tokens are still proposed, by whether speculation.method is `auto`.
 MAX_RUNNING = {True: 2, False: 16}
-# What models cannot use that keep a state of every request.
-UNUSED_WITH_STATES = ("prefix_caching", "speculation", "swap")
 # The default of scheduler.itl_target_ms: docs/performance.md says how these were chosen.
 ITL_TARGET_S = 0.060
 ITL_TARGET_FACTOR = 3.0
@@ -42,7 +40,7 @@ def scheduler_options(config: Config, capacity: Capacity, *, is_service: bool = 
         max_num_decodes=scheduler.max_num_decodes,
         itl_target_s=itl_target_s,
         itl_target_factor=itl_target_factor,
-        prefix_caching=cache.prefix_caching and not contiguous and not capacity.has_states,
+        prefix_caching=cache.prefix_caching and not contiguous,
         eviction=cache.eviction,
         preemption=scheduler.preemption,
         watermark=cache.watermark,
@@ -52,6 +50,13 @@ def scheduler_options(config: Config, capacity: Capacity, *, is_service: bool = 
         max_running_to_force=capacity.max_forced_rows,
         max_running_to_draft=max_running_to_draft(config),
     )
+
+
+def unused_features(capacity: Capacity) -> tuple[str, ...]:
+    """Return what the engine has and the model cannot use: some of it where it keeps a state of every request."""
+    if not capacity.has_states:
+        return ()
+    return ("speculation", "swap") if capacity.num_snapshots else ("prefix_caching", "speculation", "swap")
 
 
 def max_running_to_draft(config: Config) -> int:

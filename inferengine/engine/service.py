@@ -39,7 +39,7 @@ from inferengine.engine.lifecycle import (
 )
 from inferengine.engine.loop import EngineLoop, EngineRef, LoadedEngine, Loop, RelayLoop, accept_any
 from inferengine.engine.model_info import ModelCard
-from inferengine.engine.options import UNUSED_WITH_STATES, admission_limits, scheduler_options
+from inferengine.engine.options import admission_limits, scheduler_options, unused_features
 from inferengine.engine.services.profiler import MakeRecorder
 from inferengine.errors import ExitCode, InferEngineError
 from inferengine.observability.tracing import Tracing, make_tracing
@@ -234,7 +234,7 @@ class EngineService:
             embedding_size=capacity.embedding_size,
             pooling=self._card.pooling if capacity.embedding_size else "",
             implementation=getattr(executor, "implementation", ""),
-            without=UNUSED_WITH_STATES if capacity.has_states else (),
+            without=unused_features(capacity),
         )
         self.lifecycle.mark("measuring the device")
         method = speculation_method(self.config.speculation.method, capacity)

@@ -292,7 +292,7 @@ def _speculation(method: str, snapshot: SchedulerSnapshot) -> dict[str, Any]:
 
 
 def _cache(snapshot: SchedulerSnapshot, num_failed_allocations: int, policy: str) -> dict[str, Any]:
-    """Return the part `cache`: what the blocks of the KV cache hold. Its keys call a block a page."""
+    """Return the part `cache`: what the blocks of the KV cache hold, and snapshots. Its keys call a block a page."""
     return {
         "page_size": snapshot.block_size,
         "max_pages": snapshot.num_blocks,
@@ -307,4 +307,7 @@ def _cache(snapshot: SchedulerSnapshot, num_failed_allocations: int, policy: str
         "policy": policy,
         "swapped_out_pages": snapshot.num_blocks_swapped_out,
         "swapped_in_pages": snapshot.num_blocks_swapped_in,
+        "max_snapshots": snapshot.num_snapshots,
+        "cached_snapshots": snapshot.num_snapshots_known,
+        "snapshot_evictions": snapshot.num_snapshot_evictions,
     }

@@ -29,6 +29,7 @@ GAUGES = (
     ("inferengine_kv_used_pages", "cache.used_pages", "KV blocks held by live sequences."),
     ("inferengine_kv_cached_pages", "cache.cached_pages", "Free KV blocks whose content a prefix may reuse."),
     ("inferengine_kv_free_pages", "cache.free_pages", "KV blocks that no live sequence holds."),
+    ("inferengine_state_snapshots", "cache.cached_snapshots", "Snapshots of states that a prefix can begin from."),
     ("inferengine_kv_pressure_events", "cache.pressure_events", "Times that an allocation did not fit at first."),
     ("inferengine_kv_internal_fragmentation", "cache.internal_fragmentation", "Share of held slots without a token."),
     (
@@ -67,6 +68,7 @@ COUNTERS = (
     ("inferengine_compilations", "compilations", "Kernels compiled while serving: requests waited for a compiler."),
     ("inferengine_stalled_steps", "stalled_steps", "Steps that did not end: the engine was restarted each time."),
     ("inferengine_kv_evictions", "cache.evictions", "Cached KV blocks evicted for new ones."),
+    ("inferengine_state_snapshot_evictions", "cache.snapshot_evictions", "Snapshots of states evicted for new ones."),
     ("inferengine_kv_swapped_out_pages", "cache.swapped_out_pages", "KV blocks copied to host memory under pressure."),
     ("inferengine_kv_swapped_in_pages", "cache.swapped_in_pages", "KV blocks copied back from host memory."),
 )

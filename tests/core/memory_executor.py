@@ -6,7 +6,7 @@ table. One wrong block, one reused too early or for another context, one token c
 the output differs from `expected_output`.
 
 With `capacity.has_states` each slot also has the checksum of the tokens that it has computed, as a recurrence has: it
-raises where a row does not go on from there, or from the first token.
+raises where a row does not go on from there, or from the first token. Snapshots are copies of it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class MemoryExecutor:
         self.gathered: dict[int, list[int]] = {}  # by slot: what a mean is made of
         self.asked: dict[int, SlotInit] = {}  # by slot
         self.states: dict[int, tuple[int, int]] = {}  # by slot: the number of tokens in it, and their checksum
+        self.snapshots: dict[int, tuple[int, int]] = {}  # what `states` had
         self.leaves_out_logprobs = False
         self.fail_on_step: int | None = None
         self.fail_with: Exception | None = None
@@ -88,6 +89,41 @@ class MemoryExecutor:
             error.injected = True  # type: ignore[attr-defined]
             self._scribble(plan)
             raise error
+        self._prepare(plan)
+        emitted: list[int] = []
+        num_emitted: list[int] = []
+        draw = 0
+        taken = {(row, num_tokens): snapshot for row, num_tokens, snapshot in plan.snapshots}
+        if len(set(taken.values())) < len(plan.snapshots):
+            raise AssertionError("two states go into one snapshot")
+        for row, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
+            self.num_computed_tokens += count
+            drafts = plan.num_drafts[row] if plan.num_drafts else 0
+            if plan.device_drafts:
+                self._draft(slot, start, drafts)
+            for position in range(start, start + count):
+                self._write(slot, position)
+                if (row, position + 1) in taken:
+                    self.snapshots[taken.pop((row, position + 1))] = self.states[slot]
+            if plan.samples[row]:
+                proposed = [self.tokens[slot][start + 1 + index] for index in range(drafts)]
+                begin = start + count - drafts
+                drawn = [self._draw(slot, begin + index, masks.get(draw + index)) for index in range(1 + drafts)]
+                right = next((i for i, draft in enumerate(proposed) if draft != drawn[i]), drafts)
+                for index, token in enumerate(drawn):  # a device writes all of its draws
+                    self.tokens[slot][begin + index] = token
+                emitted += drawn[: right + 1]
+                num_emitted.append(right + 1)
+                draw += 1 + drafts
+        if taken:
+            raise AssertionError(f"no row computes the states to keep: {taken}")
+        result = StepResult(
+            emitted, num_emitted=num_emitted if plan.num_drafts else None, embeddings=self._pool(plan) or None
+        )
+        return result if self.leaves_out_logprobs else self._score(plan, result)
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """Do what comes before the computation: copies, slots, block tables, tokens that the host knows."""
         for memory, copies in zip(zip(self.blocks, self.host_blocks, strict=True), plan.swap_out, strict=False):
             _copy(memory[0], memory[1], copies)
         for memory, copies in zip(zip(self.host_blocks, self.blocks, strict=True), plan.swap_in, strict=False):
@@ -99,6 +135,7 @@ class MemoryExecutor:
             self.tokens[item.slot] = dict(enumerate(item.token_ids))
             self.gathered[item.slot] = []
             self.asked[item.slot] = item
+            self.states[item.slot] = self.snapshots[item.snapshot] if item.snapshot >= 0 else (-1, 0)
             for table in self.tables:
                 table[item.slot] = {}
         for table, updates in zip(self.tables, plan.block_updates, strict=True):
@@ -106,30 +143,6 @@ class MemoryExecutor:
                 table[slot][index] = block_id
         for slot, position, token in zip(*(plan.token_writes or ((), (), ())), strict=True):
             self.tokens[slot][position] = token
-        emitted: list[int] = []
-        num_emitted: list[int] = []
-        draw = 0
-        for row, (slot, start, count) in enumerate(zip(plan.slots, plan.starts, plan.counts, strict=True)):
-            self.num_computed_tokens += count
-            drafts = plan.num_drafts[row] if plan.num_drafts else 0
-            if plan.device_drafts:
-                self._draft(slot, start, drafts)
-            for position in range(start, start + count):
-                self._write(slot, position)
-            if plan.samples[row]:
-                proposed = [self.tokens[slot][start + 1 + index] for index in range(drafts)]
-                begin = start + count - drafts
-                drawn = [self._draw(slot, begin + index, masks.get(draw + index)) for index in range(1 + drafts)]
-                right = next((i for i, draft in enumerate(proposed) if draft != drawn[i]), drafts)
-                for index, token in enumerate(drawn):  # a device writes all of its draws
-                    self.tokens[slot][begin + index] = token
-                emitted += drawn[: right + 1]
-                num_emitted.append(right + 1)
-                draw += 1 + drafts
-        result = StepResult(
-            emitted, num_emitted=num_emitted if plan.num_drafts else None, embeddings=self._pool(plan) or None
-        )
-        return result if self.leaves_out_logprobs else self._score(plan, result)
 
     def _score(self, plan: StepPlan, result: StepResult) -> StepResult:
         """Return the log-probabilities that rows ask for, all of them the same."""
@@ -148,6 +161,7 @@ class MemoryExecutor:
         """Write what a step leaves that fails at its worst: nothing of use in any block or state that it was to
         write."""
         self.states |= dict.fromkeys(plan.slots, (-1, 0))
+        self.snapshots |= dict.fromkeys((write.snapshot for write in plan.snapshots), (-1, 0))
         size = self.capacity.block_size
         tables = [{slot: dict(entries) for slot, entries in table.items()} for table in self.tables]
         for item in plan.admitted:

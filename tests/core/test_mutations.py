@@ -14,6 +14,7 @@ from inferengine.core.kv_cache import BlockPool, KVCacheManager, PrefixCache, Pr
 from inferengine.core.scheduler.planner import StepBuilder
 from inferengine.core.scheduler.queues import FirstComeFirstServed
 from inferengine.core.scheduler.scheduler_state import SchedulerState, WaitingForks
+from inferengine.core.state_snapshots import StateSnapshots
 from tests.core.test_random_machine import walk
 
 Wrap = Callable[..., Any]
@@ -139,6 +140,53 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[[Wrap], Wrap]]] = {
         ),
     ),
 }
+
+
+STATE_MUTATIONS: dict[str, tuple[Any, str, Callable[[Wrap], Wrap]]] = {
+    "a snapshot is taken one token early": (
+        KVCacheManager,
+        "save_states",
+        lambda save: lambda *args: [write._replace(num_tokens=write.num_tokens - 1) for write in save(*args)],
+    ),
+    "a snapshot is of one block less than its hash": (
+        StateSnapshots,
+        "longest",
+        lambda longest: lambda self, digests, count: min(count, longest(self, digests, count) + 1),
+    ),
+    "an evicted snapshot is still found": (
+        StateSnapshots,
+        "_take",
+        lambda take: (
+            lambda self: (
+                known := next(iter(self._by_hash.items()), None) if not self._free else None,
+                take(self),
+                None if known is None else self._insert(*known),
+            )[1]
+        ),
+    ),
+    "a slot goes on with the state that it has": (
+        KVCacheManager,
+        "adopt",
+        lambda adopt: lambda self, sequence, hit: (adopt(self, sequence, hit), setattr(sequence, "snapshot", -1)),
+    ),
+    "a snapshot of a failed step stays": (StateSnapshots, "withdraw", lambda _: lambda self, snapshots: None),
+    "a reserved snapshot is not given back": (StateSnapshots, "release", lambda _: lambda self, sequence: None),
+    "a snapshot of an output is free and found": (
+        StateSnapshots,
+        "drop",
+        lambda _: lambda self, digest: digest not in self or self._free.append(self._by_hash[digest]),
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", STATE_MUTATIONS)
+def test_a_walk_with_snapshots_of_states_fails_under_each_mutation(
+    mutation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, mutate = STATE_MUTATIONS[mutation]
+    monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
+    with pytest.raises(Exception):  # noqa: B017 - any way of noticing counts
+        walk(random.Random(2), min_steps=30_000, has_states=True, num_snapshots=3)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

@@ -32,7 +32,7 @@ POOLINGS = [None, None, None, "last", "mean"]  # an embedding now and then among
 CHUNKS = [[(which * 31 + i * 7) % 97 for i in range(4)] for which in range(3)]  # few, so that prompts share blocks
 
 
-def make_run(draw_int, choice, *, has_states: bool = False) -> Run:  # type: ignore[no-untyped-def]
+def make_run(draw_int, choice, *, has_states: bool = False, num_snapshots: int = 0) -> Run:  # type: ignore[no-untyped-def]
     """Return a run under drawn options; `draw_int(low, high)` and `choice(list)` come from hypothesis or from a
     seed."""
     window = choice([None, None, 6])
@@ -45,7 +45,7 @@ def make_run(draw_int, choice, *, has_states: bool = False) -> Run:  # type: ign
         host_blocks=choice([0, 8, 40, 40]),
     )
     return Run(
-        capacity._replace(has_states=has_states),
+        capacity._replace(has_states=has_states, num_snapshots=num_snapshots),
         budget=choice([4, 9, 64]),
         max_in_flight=choice([1, 2]),
         policy=choice(sorted(POLICIES)),
@@ -125,6 +125,7 @@ class Model:
         assert set(self.run.finished) == set(self.requests)
         kv = self.run.scheduler.kv
         assert all(pool.num_held == 0 for pool in [*kv.pools, *kv.swap.pools])
+        assert kv.snapshots is None or kv.snapshots.num_reserved == 0
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -197,11 +198,11 @@ SchedulerMachine.TestCase.settings = settings(
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-def walk(draw: random.Random, min_steps: int, *, has_states: bool = False) -> None:
+def walk(draw: random.Random, min_steps: int, *, has_states: bool = False, num_snapshots: int = 0) -> None:
     """Run a seeded history of at least so many steps; the options are redrawn every few hundred."""
     steps = 0
     while steps < min_steps:
-        model = Model(make_run(draw.randint, draw.choice, has_states=has_states))
+        model = Model(make_run(draw.randint, draw.choice, has_states=has_states, num_snapshots=num_snapshots))
         for _ in range(400):
             action = draw.random()
             if action < 0.25 and len(model.run.scheduler.waiting) < 20:
@@ -238,3 +239,11 @@ def test_a_long_walk_keeps_every_invariant(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_state_of_the_latest_token_is_always_the_one_to_go_on_from(seed: int) -> None:
     walk(random.Random(seed), min_steps=1_000, has_states=True)
+
+
+@pytest.mark.parametrize("num_snapshots", [1, 3, 64])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_request_that_begins_from_a_snapshot_begins_with_the_state_of_its_prefix(
+    seed: int, num_snapshots: int
+) -> None:
+    walk(random.Random(seed), min_steps=2_000, has_states=True, num_snapshots=num_snapshots)

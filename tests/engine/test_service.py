@@ -407,15 +407,18 @@ class TestAdmin:
         assert "stats" in (reply.message or "")
 
 
-def test_what_a_model_with_states_cannot_use_is_told() -> None:
-    capacity = small_capacity()._replace(has_states=True)
+@pytest.mark.parametrize(
+    ("num_snapshots", "without"), [(0, ("prefix_caching", "speculation", "swap")), (4, ("speculation", "swap"))]
+)
+def test_what_a_model_with_states_cannot_use_is_told(num_snapshots: int, without: tuple[str, ...]) -> None:
+    capacity = small_capacity()._replace(has_states=True, num_snapshots=num_snapshots)
     with (
         run_service(lambda: SimulatedExecutor(capacity)) as service,
         contextlib.closing(RawClient(address_of(service))) as client,
     ):
         assert client.welcome is not None
         assert client.welcome.model is not None
-        assert client.welcome.model.without == ("prefix_caching", "speculation", "swap")
+        assert client.welcome.model.without == without
 
 
 class TestSupervision:

@@ -26,7 +26,7 @@ from collections.abc import Sequence as SequenceOf
 from enum import Enum
 from typing import NamedTuple
 
-from inferengine.core.executor import Capacity, PooledRow, SlotInit, StepPlan, TokenWrites
+from inferengine.core.executor import Capacity, PooledRow, SlotInit, SnapshotWrite, StepPlan, TokenWrites
 from inferengine.core.kv_cache import KVCacheManager, OfferedBlock, SwapSpace
 from inferengine.core.scheduler.queues import Claim
 from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerState
@@ -256,6 +256,7 @@ class StepBuilder:
                 request.seed,
                 sorted(sequence.stop_ids) if request.params.min_tokens else (),
                 request.adapter,
+                sequence.snapshot,
             )
         )
         self.add_chunk(sequence, count)
@@ -291,6 +292,7 @@ class StepBuilder:
         device_drafts: bool,
         *,
         has_grammars: bool,
+        snapshots: list[SnapshotWrite],
     ) -> StepPlan:
         """Make the plan of the rows; takes the block updates and copies that `kv` has collected."""
         num_drafts: list[int] = []
@@ -316,6 +318,7 @@ class StepBuilder:
             device_drafts=device_drafts and bool(num_drafts),
             masked=self._masked(samples) if has_grammars else (),
             pooled=self.pooled,
+            snapshots=snapshots,
         )
 
     def _masked(self, samples: list[bool]) -> list[int]:
@@ -569,16 +572,24 @@ class Planner:
         self._step += 1
         on_device = proposer is not None and proposer.on_device
         writes = self._take_writes(builder, on_device) if state.unsent_tokens or builder.draft_tokens else None
-        plan = builder.plan(self._step, samples, state.kv, writes, on_device, has_grammars=state.num_grammars > 0)
-        rows, stats = builder.rows, state.stats
+        rows, stats, kv = builder.rows, state.stats, state.kv
+        offered: list[OfferedBlock] = []
+        for row in range(builder.num_decodes, len(rows)):
+            if row not in builder.draft_tokens:  # steps run in order: the next one may read what this one writes
+                offered += kv.cache_full_blocks(rows[row], builder.starts[row] + builder.counts[row])
+        plan = builder.plan(
+            self._step,
+            samples,
+            kv,
+            writes,
+            on_device,
+            has_grammars=state.num_grammars > 0,
+            snapshots=kv.save_states(rows, builder.starts, builder.counts, builder.num_decodes),
+        )
         stats.num_steps += 1
         stats.num_scheduled_tokens += plan.num_tokens
         stats.num_scheduled_rows += len(rows)
         stats.max_batch = max(stats.max_batch, len(rows))
-        offered: list[OfferedBlock] = []
-        for row in range(plan.num_decodes, len(rows)):
-            if row not in builder.draft_tokens:  # steps run in order: the next one may read what this one writes
-                offered += state.kv.cache_full_blocks(rows[row], plan.starts[row] + plan.counts[row])
         return ScheduledStep(
             plan,
             rows,

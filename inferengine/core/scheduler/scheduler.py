@@ -29,6 +29,7 @@ from inferengine.core.sequence import (
     stop_reason,
 )
 from inferengine.core.speculation import Proposer, Speculator
+from inferengine.core.state_snapshots import StateSnapshots
 from inferengine.errors import InferEngineError, InvalidRequest
 
 __all__ = ["ScheduledStep", "Scheduler", "SchedulerOptions", "StepOutput"]
@@ -272,6 +273,8 @@ class Scheduler:
         has a row in a later step, which fails with this one.
         """
         self.kv.withdraw(scheduled.offered)
+        if self.kv.snapshots is not None:
+            self.kv.snapshots.withdraw(write.snapshot for write in scheduled.plan.snapshots)
         if rows is None:
             at_fault = self._isolate(scheduled)
         else:
@@ -303,6 +306,7 @@ class Scheduler:
     def snapshot(self) -> SchedulerSnapshot:
         """Return the gauges of this moment."""
         state, kv, drafts = self.state, self.kv, self.speculator.controller
+        snapshots = kv.snapshots or StateSnapshots(0)
         held = sum(pool.num_held for pool in kv.pools)
         cached = sum(pool.num_evictable for pool in kv.pools)
         return SchedulerSnapshot(
@@ -328,6 +332,9 @@ class Scheduler:
             drafts_accepted_by_position=tuple(drafts.accepted_by_position),
             running_adapters=tuple(s.request.adapter for s in state.running if s.request.adapter),
             block_ages=kv.block_ages.to_map(),
+            num_snapshots=snapshots.num_snapshots,
+            num_snapshots_known=snapshots.num_known,
+            num_snapshot_evictions=snapshots.num_evictions,
             num_deferred=state.num_deferred,
         )
 

@@ -86,6 +86,9 @@ class SchedulerSnapshot:
     drafts_accepted_by_position: tuple[int, ...] = ()
     running_adapters: tuple[int, ...] = ()  # of each running sequence with a LoRA adapter, its number
     block_ages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # histograms, see BlockAgeHistograms
+    num_snapshots: int = 0  # of states, of models that have any
+    num_snapshots_known: int = 0  # that a prefix can begin from
+    num_snapshot_evictions: int = 0
     num_deferred: int = 0  # of the waiting ones those that could not start with all slots and blocks free
 
     @property
@@ -156,10 +159,12 @@ class SchedulerState:
             capacity.groups,
             capacity.block_size,
             max_chunk=options.max_num_batched_tokens if options.chunked_prefill else capacity.max_model_len,
-            prefix_caching=options.prefix_caching and not capacity.has_states,
+            prefix_caching=options.prefix_caching and (capacity.num_snapshots > 0 or not capacity.has_states),
             eviction=options.eviction,
             record_events=options.kv_events,
+            num_snapshots=capacity.num_snapshots if capacity.has_states else 0,
         )
+        self._shares_prompts = not capacity.has_states or self.kv.snapshots is not None
         self.num_slots = min(capacity.max_num_seqs, options.max_num_seqs)
         self.free_slots = list(range(self.num_slots - 1, -1, -1))
         self.watermark_blocks = int(options.watermark * min(group.num_blocks for group in capacity.groups))
@@ -173,7 +178,7 @@ class SchedulerState:
         self.num_grammars = 0  # unfinished sequences with a grammar
         self.num_scored = 0  # unfinished sequences that ask for log-probabilities
         self.stats = SchedulerStats()
-        self._num_groups, self._has_states = len(capacity.groups), capacity.has_states
+        self._num_groups = len(capacity.groups)
         self._swapped_out: list[Sequence] = []
         self._layout = 0
 
@@ -351,6 +356,8 @@ class SchedulerState:
                 raise RuntimeError(f"{sequence} has computed more than its blocks hold, or than it has tokens")
         if not self.running and any(pool.num_held for pool in self.kv.pools):
             raise RuntimeError("blocks are held and nothing runs")
+        if not self.running and self.kv.snapshots is not None and self.kv.snapshots.num_reserved:
+            raise RuntimeError("snapshots are reserved and nothing runs")
         if not self.sequences and any(pool.num_held for pool in self.kv.swap.pools):
             raise RuntimeError("host blocks are held and nothing waits")
         if self.num_grammars != sum(sequence.request.grammar is not None for sequence in self.sequences.values()):
@@ -363,7 +370,7 @@ class SchedulerState:
     def _queue(self, sequence: Sequence) -> None:
         fork_of = sequence.request.fork_of
         parent = self.sequences.get(fork_of) if fork_of is not None else None
-        if parent is not None and parent.first_token_s is None and not self._has_states:
+        if parent is not None and parent.first_token_s is None and self._shares_prompts:
             self.forks.hold(parent.uid, sequence)
         else:
             self.waiting.push(sequence)

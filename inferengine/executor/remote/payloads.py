@@ -122,7 +122,8 @@ def read_capacity(value: Any) -> Capacity:
     capacity = msgspec.convert(value, Capacity)
     sizes = [capacity.block_size, capacity.max_num_seqs, capacity.max_num_batched_tokens, capacity.max_model_len]
     sizes += [capacity.vocab_size, *(group.num_blocks for group in capacity.groups)]
-    if not capacity.groups or not all(1 <= size <= MOST for size in sizes):
+    has_sizes = all(1 <= size <= MOST for size in sizes) and 0 <= capacity.num_snapshots <= MOST
+    if not capacity.groups or not has_sizes:
         raise ValueError("a capacity that no device has")
     return capacity
 
