@@ -189,6 +189,12 @@ class CacheConfig:
         ("paged", "contiguous"),
     )
     swap_gib: float = _key(0.0, "host memory for the KV of preempted requests (scheduler.preemption = swap)", minimum=0)
+    snapshot_gib: float = _key(
+        0.0,
+        "memory for snapshots of the states of models with recurrences or convolutions, with which equal prefixes are "
+        "reused; 0: 1/16 of the device's, on a CPU at most 1",
+        minimum=0,
+    )
     dtype: str = _key("auto", "number format of the KV cache; auto: the model's, fp8: e4m3", ("auto", "fp8"))
     events: bool = _key(False, "publish stored and removed blocks for cache-aware routers")
     events_address: str = _key(

@@ -55,8 +55,8 @@ def load_model(
         )
     if config.states:
         logger.warning(
-            "%s keeps a state of every request, which no block of the KV cache holds: prefixes are not cached, tokens "
-            "are not drafted, and a preempted request is computed again",
+            "%s keeps a state of every request, which no block of the KV cache holds: tokens are not drafted, and "
+            "equal prefixes are reused as far as snapshots of it go (cache.snapshot_gib)",
             settings.folder.name,
         )
     dtype = settings.compute_dtype(config)

@@ -40,6 +40,8 @@ class ExecutorSettings:
     quantization: str = "none"
     cache_dtype: str = "auto"
     prefix_caching: bool = True  # whether requests share the blocks of equal prefixes
+    snapshot_bytes: int = 0  # for copies of states, with which prefixes are found; 0: a share of the device
+    num_snapshots: int = 0  # so many copies, decided once the model is known
     adapters_folder: Path | None = None
     max_adapter_rank: int = 64
     peak_gb_per_s: float = 0.0  # of the device, for the share of the roofline; 0: its data sheet's, or measured
@@ -91,7 +93,8 @@ def executor_settings(config: Config, device: torch.device | None = None, rank: 
         random_weights=config.model.load_format == "dummy",
         quantization=config.model.quantization,
         cache_dtype=config.cache.dtype,
-        prefix_caching=config.cache.prefix_caching,
+        prefix_caching=config.cache.prefix_caching and config.cache.layout == "paged",
+        snapshot_bytes=int(config.cache.snapshot_gib * (1 << 30)),
         adapters_folder=_adapters_folder(config.model.adapters),
         max_adapter_rank=config.model.max_adapter_rank,
         max_num_seqs=config.engine.max_num_seqs or max_num_seqs,

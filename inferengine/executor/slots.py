@@ -380,6 +380,7 @@ def make_batch(plan: StepPlan, columns: StepColumns, slots: Slots, device: torch
     batch.columns = columns
     batch.num_tokens, batch.num_rows, batch.num_decodes = plan.num_tokens, len(columns.row_slot), plan.num_decodes
     batch.num_samples = len(columns.sample_rows)
+    batch.snapshots = plan.snapshots
     parts = _upload(columns, device)
     batch.row_slot, batch.row_start, batch.row_len, batch.query_start = parts[0], parts[1], parts[2], parts[3]
     batch.token_row, batch.positions = parts[4], parts[5]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -85,6 +86,8 @@ class TorchExecutor:
         self.model, self.dtype = loaded.model, loaded.dtype
         self.quantization, self.adapters = loaded.quantization, loaded.adapters
         self.implementation = "" if self.config.implementation == "native" else self.config.implementation
+        if self.model.is_slow_after_states and not settings.snapshot_bytes:  # what follows a prefix would be as slow
+            settings = replace(settings, prefix_caching=False)
         settings = self.settings = with_states(settings, self.config, device_memory(self.device))
         self.threads = Threads(self.config, settings.threads) if self.device.type == "cpu" else None
         max_model_len = context_length(settings, self.config)
@@ -107,6 +110,7 @@ class TorchExecutor:
             max_forced_rows=FORCED_ROWS_ON_CPU if settings.device.type == "cpu" else 0,
             has_draft_model=settings.draft_folder is not None,
             has_states=bool(self.config.states),
+            num_snapshots=settings.num_snapshots,
         )
         if settings.draft_folder is not None:
             self.draft = load_draft_model(
@@ -145,10 +149,12 @@ class TorchExecutor:
         self.pooling = Pooling(self.slots.num_slots + 1, self.config.hidden_size, self.device)
 
     def _bind_states(self) -> None:
-        """Allocate the states of all slots and bind them to the model. A row that begins its sequence reads none."""
-        rows, float32 = self.settings.max_num_seqs + 1, torch.float32
+        """Allocate the states of all slots and snapshots and bind them to the model. A row that begins its sequence
+        reads none."""
+        slots, float32 = self.settings.max_num_seqs + 1, torch.float32
+        rows = slots + self.settings.num_snapshots
         kinds = [(state.shape, float32 if state.is_float32 else self.dtype) for state in self.config.states]
-        self.model.bind_states([zeros((rows, *shape), dtype, self.device) for shape, dtype in kinds])
+        self.model.bind_states([zeros((rows, *shape), dtype, self.device) for shape, dtype in kinds], slots)
 
     def release(self) -> None:
         """Drop the KV cache, the slots and the states."""
@@ -210,6 +216,9 @@ class TorchExecutor:
         if self.draft is not None:
             self.draft.begin(plan)
         self.slots.admit(plan.admitted)
+        restored = [item for item in plan.admitted if item.snapshot >= 0]
+        if restored:
+            self.model.restore_states([item.slot for item in restored], [item.snapshot for item in restored])
         if self.adapters is not None:
             for item in plan.admitted:
                 self.adapters.bank.admit(item.slot, item.adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,6 +94,7 @@ class Batch:
         "sample_tokens",
         "shared_prefixes",
         "slot_mapping",
+        "snapshots",
         "token_row",
         "token_slot",
     )
@@ -122,10 +124,12 @@ class Batch:
     shared_prefixes: SharedPrefixColumns | None  # of layers with full attention, on CUDA; None: nothing is shared
     isolated: bool  # on the CPU: compute each row apart, because some hold NaN
     kept_tokens: torch.Tensor | None  # [N] those whose final states are wanted; None: all
+    snapshots: Sequence[tuple[int, int, int]]  # of the model's states: row, tokens of its sequence, snapshot
     checksum: torch.Tensor | None  # sum of all tokens' states where the others were left: not finite if one is not
 
     def __init__(self) -> None:
         self.decode_kv_cache = None
         self.shared_prefixes = None
         self.isolated = False
+        self.snapshots = ()
         self.kept_tokens = self.checksum = None

@@ -33,6 +33,7 @@ class DecoderModel(nn.Module):
     head: Head
     can_be_captured = True  # as CUDA graphs
     plans_attention = False  # by itself: it does not read `batch.plans`
+    is_slow_after_states = False  # of several tokens that follow a state, it computes one at a time
     can_keep = False  # it returns the states of `batch.kept_tokens` alone
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -43,8 +44,12 @@ class DecoderModel(nn.Module):
         """Return the logits [N, V] of rows [N, E] of the residual stream."""
         raise NotImplementedError
 
-    def bind_states(self, tensors: list[torch.Tensor]) -> None:
-        """Set the tensors [S, *shape] that hold, by slot, what DecoderConfig.states describes. Most have none."""
+    def bind_states(self, tensors: list[torch.Tensor], num_slots: int = 0) -> None:
+        """Set the tensors [S + P, *shape] that hold what DecoderConfig.states describes: by slot, then by snapshot.
+        Most have none."""
+
+    def restore_states(self, slots: list[int], snapshots: list[int]) -> None:
+        """Copy the states of snapshots into slots."""
 
     def bind_adapters(self, part: PartOfStep) -> None:
         """Set what a model enters that computes some tokens of a step by themselves, where there are adapters."""

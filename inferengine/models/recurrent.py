@@ -3,14 +3,17 @@
 transformers keeps the states of a layer in its cache, and a module reads and writes them there for one batch of
 sequences. A step of this engine is one row [1, T] with pieces of many sequences. So each module with states is called
 for the pieces: those of equal length are one batch [B, L], and a step of decodes is one call. Around each call the
-cache holds the states of the piece's slots. Which modules have states, and of what shape, is noted while the model runs
+cache holds the states of the piece's slots. A row is divided where a snapshot of its state is taken, so that a prompt
+takes no further step for one. Which modules have states, and of what shape, is noted while the model runs
 on `meta` with transformers' own cache: nothing about a model is listed here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,6 +161,8 @@ class Piece(NamedTuple):
     is_fresh: bool  # the rows begin their sequences: they have no state yet
     begin: int | None  # of their tokens in the step, where they are next to each other
     tokens: torch.Tensor  # [B * L] int64: their places in the step
+    kept: torch.Tensor  # [N] int64: the rows of which a snapshot is taken afterwards
+    places: torch.Tensor  # [N] int64: where these are, in the tensors of all states
 
     def of(self, value: Any, num_tokens: int) -> Any:
         """Return the part of an argument: tensors [1, T, ...] become [B, L, ...], others stay."""
@@ -191,6 +196,26 @@ class Pieces(NamedTuple):
         return (rows if self.order is None else rows.index_select(0, self.order)).unsqueeze(0)
 
 
+class _Rows(NamedTuple):
+    """Rows of one piece: their slots, their first tokens in the step, and those whose state is kept with its place."""
+
+    slots: list[int]
+    begins: list[int]
+    kept: list[int]
+    places: list[int]
+
+
+def _parts(count: int, ends: dict[int, int], *, is_fresh: bool, one_by_one: bool) -> list[tuple[int, int]]:
+    """Divide a row of `count` tokens at `ends`; with `one_by_one`, what follows a state into tokens."""
+    if count == 1 or not (ends or one_by_one):
+        return [(0, count)]
+    parts: list[tuple[int, int]] = []
+    for first, last in pairwise(sorted({0, *ends, count})):
+        is_divided = one_by_one and not (is_fresh and first == 0)
+        parts += [(each, each + 1) for each in range(first, last)] if is_divided else [(first, last)]
+    return parts
+
+
 def pieces_of(
     slots: np.ndarray,
     starts: np.ndarray,
@@ -198,28 +223,40 @@ def pieces_of(
     device: torch.device,
     *,
     one_by_one: bool,
+    kept: SequenceOf[tuple[int, int, int]] = (),
 ) -> Pieces:
-    """Divide a step by length and by whether there is a state. Arguments: its columns [R], [R], [R + 1]. With
-    `one_by_one` rows that have a state are divided into tokens, the first of all rows first."""
+    """Divide a step by length and by whether there is a state. Arguments: its columns [R], [R], [R + 1].
+
+    A row is divided where its state is kept: `kept` are (row, tokens of its sequence, place in the tensors). With
+    `one_by_one` what follows a state is divided into tokens. The first parts of all rows come first.
+    """
     num_tokens = int(query_start[-1])
-    rows: dict[tuple[int, bool, int], tuple[list[int], list[int]]] = {}  # by kind: slots, and places of first tokens
+    places_of: dict[int, dict[int, int]] = {}  # by row: where its state is kept after so many of its tokens
+    for row, length, place in kept:
+        places_of.setdefault(row, {})[length - int(starts[row])] = place
+    kinds: dict[tuple[int, int, bool], _Rows] = {}  # by the number of the part, its length and whether it begins
     columns = zip(slots.tolist(), starts.tolist(), query_start.tolist(), np.diff(query_start).tolist(), strict=False)
-    for slot, start, begin, count in columns:
-        is_divided = one_by_one and start > 0
-        for offset in range(count) if is_divided else (0,):
-            kind = (1 if is_divided else count, start == 0, offset)
-            found = rows.setdefault(kind, ([], []))
-            found[0].append(slot)
-            found[1].append(begin + offset)
+    for row, (slot, start, begin, count) in enumerate(columns):
+        ends = places_of.get(row, {})
+        for part, (first, last) in enumerate(_parts(count, ends, is_fresh=start == 0, one_by_one=one_by_one)):
+            rows = kinds.setdefault((part, last - first, start + first == 0), _Rows([], [], [], []))
+            if last in ends:
+                rows.kept.append(len(rows.slots))
+                rows.places.append(ends[last])
+            rows.slots.append(slot)
+            rows.begins.append(begin + first)
     pieces: list[Piece] = []
-    places: list[np.ndarray] = []
-    for (length, is_fresh, _), (own, begins) in rows.items():
+    step_places: list[np.ndarray] = []
+    for (_, length, is_fresh), rows in sorted(kinds.items(), key=lambda item: item[0][0]):
+        begins = rows.begins
         tokens = (np.array(begins)[:, None] + np.arange(length)).reshape(-1)
-        first = begins[0] if tokens[-1] - begins[0] == len(tokens) - 1 else None
-        both = torch.from_numpy(np.concatenate((np.array(own, dtype=np.int64), tokens))).to(device)
-        pieces.append(Piece(both[: len(own)], length, is_fresh, first, both[len(own) :]))
-        places.append(tokens)
-    computed = np.concatenate(places)
+        begin = begins[0] if tokens[-1] - begins[0] == len(tokens) - 1 else None
+        both = np.concatenate((np.array([*rows.slots, *rows.kept, *rows.places], dtype=np.int64), tokens))
+        sizes = [len(rows.slots), len(rows.kept), len(rows.kept), len(tokens)]
+        own, kept_rows, places, all_tokens = torch.from_numpy(both).to(device).split(sizes)
+        pieces.append(Piece(own, length, is_fresh, begin, all_tokens, kept_rows, places))
+        step_places.append(tokens)
+    computed = np.concatenate(step_places)
     in_order = bool((computed == np.arange(num_tokens)).all())
     return Pieces(pieces, num_tokens, None if in_order else torch.from_numpy(np.argsort(computed)).to(device))
 
@@ -231,7 +268,8 @@ def chunk_size_for(length: int) -> int:
 
 
 class RecurrentStates:
-    """The states of all slots, and the calls of the modules that use them. `cache` is what the model is given."""
+    """The states of all slots and snapshots, and the calls of the modules that use them. `cache` is what the model is
+    given."""
 
     def __init__(self, config: Any, modules: StatefulModules) -> None:
         self.cache = StepCache(config=config)
@@ -239,6 +277,7 @@ class RecurrentStates:
         for number, place in enumerate(modules.states):
             self._places.setdefault(place.layer, []).append((place, number))
         self._tensors: list[torch.Tensor] = []
+        self._num_slots = 0
         self._pieces: Pieces | None = None
         self._old: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None  # what the step has overwritten
         self.part: PartOfStep = lambda tokens: nullcontext()
@@ -247,15 +286,30 @@ class RecurrentStates:
         for module, layers in modules.layers:
             module.__dict__["forward"] = self._in_pieces(module, module.forward, layers)
 
-    def bind(self, tensors: list[torch.Tensor]) -> None:
-        """Set the states [S, ...] of all slots, in the order in which they were described."""
-        self._tensors = tensors
+    def bind(self, tensors: list[torch.Tensor], num_slots: int) -> None:
+        """Set the states [S + P, ...] of all slots, then of all snapshots, in the order of their descriptions."""
+        self._tensors, self._num_slots = tensors, num_slots
+
+    def restore(self, slots: list[int], snapshots: list[int]) -> None:
+        """Copy the states of snapshots into slots."""
+        both = torch.tensor([slots, [self._num_slots + each for each in snapshots]], device=self._tensors[0].device)
+        for tensor in self._tensors:
+            tensor.index_copy_(0, both[0], tensor.index_select(0, both[1]))
 
     def begin(
-        self, slots: np.ndarray, starts: np.ndarray, query_start: np.ndarray, device: torch.device, *, keep_old: bool
+        self,
+        slots: np.ndarray,
+        starts: np.ndarray,
+        query_start: np.ndarray,
+        device: torch.device,
+        *,
+        keep_old: bool,
+        snapshots: SequenceOf[tuple[int, int, int]] = (),
     ) -> None:
-        """Set the rows of the next step by its columns [R], [R], [R + 1]. `keep_old`: `end` may take it back."""
-        self._pieces = pieces_of(slots, starts, query_start, device, one_by_one=self.one_by_one)
+        """Set the rows of the next step by its columns [R], [R], [R + 1], and the snapshots that are taken of them.
+        `keep_old`: `end` may take it back, but for the snapshots."""
+        kept = [(row, length, self._num_slots + snapshot) for row, length, snapshot in snapshots]
+        self._pieces = pieces_of(slots, starts, query_start, device, one_by_one=self.one_by_one, kept=kept)
         self._old = [] if keep_old else None
 
     @contextmanager
@@ -274,9 +328,7 @@ class RecurrentStates:
             self._tensors[number].index_copy_(0, slots, state)
         self._old = None
 
-    def _in_pieces(
-        self, module: nn.Module, forward: Callable[..., Any], layers: tuple[int, ...]
-    ) -> Callable[..., Any]:
+    def _in_pieces(self, module: nn.Module, forward: Callable[..., Any], layers: tuple[int, ...]) -> Callable[..., Any]:
         """Wrap a module's `forward` for the row of a step: it is called for each piece."""
         longest = getattr(module, "chunk_size", None)
 
@@ -342,4 +394,7 @@ class RecurrentStates:
         tensor = self._tensors[number]
         if self._old is not None and not piece.is_fresh:
             self._old.append((number, piece.slots, tensor.index_select(0, piece.slots)))
-        tensor.index_copy_(0, piece.slots, state.to(tensor.dtype))
+        state = state.to(tensor.dtype)
+        tensor.index_copy_(0, piece.slots, state)
+        if len(piece.kept):
+            tensor.index_copy_(0, piece.places, state.index_select(0, piece.kept))

@@ -585,15 +585,21 @@ class TransformersModel(DecoderModel):
         assert columns is not None  # there are none in a CUDA graph alone
         # On a CPU a step that is not finite is computed once more, from the same states (executor/cpu_step.py).
         is_first = device.type == "cpu" and not batch.isolated
-        self.states.begin(columns.row_slot, columns.row_start, columns.query_start, device, keep_old=is_first)
+        rows = columns.row_slot, columns.row_start, columns.query_start
+        self.states.begin(*rows, device, keep_old=is_first, snapshots=batch.snapshots)
         hidden = self._hidden(batch.input_ids, batch.positions)
         self.states.end(undo=is_first and not math.isfinite(hidden.sum(dtype=torch.float32).item()))
         return hidden
 
-    def bind_states(self, tensors: list[torch.Tensor]) -> None:
-        """Set the states of all slots, each [S, *shape]."""
+    def bind_states(self, tensors: list[torch.Tensor], num_slots: int = 0) -> None:
+        """Set the states of all slots, then of all snapshots, each [S + P, *shape]."""
         if self.states is not None:
-            self.states.bind(tensors)
+            self.states.bind(tensors, num_slots)
+
+    def restore_states(self, slots: list[int], snapshots: list[int]) -> None:
+        """Copy the states of snapshots into slots."""
+        if self.states is not None:
+            self.states.restore(slots, snapshots)
 
     def bind_adapters(self, part: PartOfStep) -> None:
         """Set what tells the adapters which tokens of the step the next products are of."""
@@ -637,7 +643,8 @@ class TransformersModel(DecoderModel):
             raise _no_attention(self.name, f"its modules cannot run with it ({_first_line(error)})") from error
         if _differ(together, apart, weight.dtype):
             raise _no_attention(self.name, "its tokens reach each other, or have positions, outside its attention")
-        if self.states is not None and self.states.one_by_one:
+        self.is_slow_after_states = self.states is not None and self.states.one_by_one
+        if self.is_slow_after_states:
             logger.warning("%s: modules with states continue a prompt token by token: long ones are slow", self.name)
 
     def _in_steps(
@@ -651,7 +658,8 @@ class TransformersModel(DecoderModel):
             [
                 torch.zeros(2, *each.shape, dtype=torch.float32 if each.is_float32 else weight.dtype, device=ids.device)
                 for each in self.config.states
-            ]
+            ],
+            2,
         )
 
         def step(slots: list[int], starts: list[int], lengths: list[int]) -> torch.Tensor:
@@ -667,7 +675,7 @@ class TransformersModel(DecoderModel):
         together = step([0], [0], [count])
         found = [step([0, 1], [0, 0], [1, count - 2])[:1], step([1, 0], [count - 2, 1], [1, count - 2])[1:]]
         found.append(step([1, 0], [count - 1, count - 1], [1, 1])[1:])
-        states.bind([])
+        states.bind([], 0)
         return together, torch.cat(found)
 
     def _set_batch(self, batch: Batch | None) -> None:

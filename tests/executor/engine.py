@@ -74,7 +74,7 @@ class Engine:
         """Queue a request, greedy unless `temperature` says otherwise; `grammar` is a compiled one. Returns its uid."""
         self._uid += 1
         fork_of, seed = values.pop("fork_of", None), values.pop("seed", 0)
-        adapter = values.pop("adapter", 0)
+        adapter, salt = values.pop("adapter", 0), values.pop("salt", b"")
         eos, grammar = frozenset(values.pop("eos", ())), values.pop("grammar", None)
         params = SamplingParams(**{"temperature": 0.0, **values})
         self.outputs[self._uid] = []
@@ -89,6 +89,7 @@ class Engine:
                 fork_of=fork_of,
                 eos_token_ids=eos,
                 adapter=adapter,
+                cache_salt=salt,
                 grammar=None if grammar is None else GrammarSpec("regex", ""),
             )
         )

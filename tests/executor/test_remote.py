@@ -32,7 +32,7 @@ from inferengine.sampling_params import SamplingParams
 from tests.core.builders import ThirdsGrammar
 from tests.engine.builders import RawClient, address_of, run_service, wait_until
 from tests.executor.engine import Engine
-from tests.models.checkpoints import make_model, save
+from tests.models.checkpoints import SHAPES, make_model, model_of, save
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
 EMBEDDED = {"engine": {"device": "cpu", **SIZES}, "cache": {"num_blocks": 64}}
@@ -109,6 +109,21 @@ def test_outputs_are_those_of_a_local_device(
     prompts = prompts_of(20, 7, 31, 12)
     expected = Engine(folder, **engine).generate(prompts, 24, **values)
     assert remotely(folder, **engine).generate(prompts, 24, **values) == expected
+
+
+def test_a_prefix_of_a_model_with_states_begins_from_a_snapshot_on_the_device(
+    tmp_path: Path, remotely: Callable[..., Engine]
+) -> None:
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    folder = save(model_of("Lfm2Config", {**SHAPES, "hidden_size": 60, "head_dim": 10, **layers}), tmp_path)
+    prompt = prompts_of(40)[0]
+    engines = [Engine(folder), remotely(folder)]
+    for engine in engines:
+        engine.generate([prompt], 4)
+        uid = engine.submit([*prompt, 11], 6)
+        engine.run()
+        assert engine.finished[uid].num_cached == 32
+    assert engines[0].outputs == engines[1].outputs
 
 
 def test_a_cached_prefix_and_log_probabilities_are_those_of_a_local_device(

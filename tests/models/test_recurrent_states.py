@@ -17,17 +17,17 @@ from inferengine.config import Config
 from inferengine.core.executor import Capacity, KVGroup
 from inferengine.core.sequence import RowFailure
 from inferengine.core.speculation import speculation_method
-from inferengine.engine.options import scheduler_options
+from inferengine.engine.options import scheduler_options, unused_features
 from inferengine.errors import ConfigError
 from inferengine.executor.load import dry_run
-from inferengine.executor.memory.plan import make_plan, plan_lines
+from inferengine.executor.memory.plan import make_plan, plan_figures, plan_lines
 from inferengine.executor.settings import executor_settings
 from inferengine.models.recurrent import pieces_of
 from inferengine.models.transformers_fallback import _read
 from tests.executor.engine import Engine
 from tests.lora.adapters import write_adapter
 from tests.models.checkpoints import greedy_reference, logits_reference, model_of, save
-from tests.models.families import DELTA, EVEN, Case, compare, prompts_of
+from tests.models.families import DELTA, EVEN, TIE, Case, compare, prompts_of
 
 SMALL = {**EVEN, "num_hidden_layers": 3, "initializer_range": 0.25}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
@@ -77,7 +77,8 @@ def test_tokens_and_logprobs_are_transformers(name, tmp_path):
     assert engine.executor.implementation == "transformers"
     assert engine.capacity.has_states
     assert engine.core.scheduler.stats.num_preemptions > 0
-    assert engine.core.scheduler.stats.num_cached_tokens == 0
+    caches_prefixes = engine.core.scheduler.stats.num_cached_tokens > 0
+    assert caches_prefixes is not ("token by token" in name)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_requests_join_and_leave_while_others_decode(qwen):
         assert engine.outputs[uid] == expected_of(model, engine, prompt, uid)
 
 
-def test_choices_of_one_prompt_each_compute_their_own_state(qwen):
+def test_choices_of_one_prompt_begin_from_its_state(qwen):
     model, folder = qwen
     engine, prompt = Engine(folder), list(range(40, 57))
     first = engine.submit(prompt, 8)
@@ -226,12 +227,14 @@ def test_weights_may_be_quantized_at_load(name, tmp_path):
 # -- the division of a step --------------------------------------------------------------------------------------------
 
 
-def divided(*rows: tuple[int, int, int], one_by_one: bool = False) -> list[tuple[list[int], int, bool, list[int]]]:
+def divided(
+    *rows: tuple[int, int, int], one_by_one: bool = False, kept: list[tuple[int, int, int]] | None = None
+) -> list[tuple[list[int], int, bool, list[int]]]:
     """Return, of rows (slot, start, tokens), the slots, the length, whether they are fresh, and the tokens of each
     piece."""
     slots, starts, counts = (np.array(column) for column in zip(*rows, strict=True))
     bounds = np.concatenate(([0], np.cumsum(counts)))
-    step = pieces_of(slots, starts, bounds, torch.device("cpu"), one_by_one=one_by_one)
+    step = pieces_of(slots, starts, bounds, torch.device("cpu"), one_by_one=one_by_one, kept=kept or [])
     places = torch.cat([piece.tokens for piece in step.pieces])
     in_order = places if step.order is None else places[step.order]
     assert in_order.tolist() == list(range(int(counts.sum())))
@@ -253,17 +256,144 @@ def test_rows_of_equal_length_are_one_piece_unless_one_begins():
 def test_one_by_one_only_what_goes_on_is_divided():
     assert divided((4, 9, 2), (2, 0, 2), (1, 5, 3), one_by_one=True) == [
         ([4, 1], 1, False, [0, 4]),
-        ([4, 1], 1, False, [1, 5]),
         ([2], 2, True, [2, 3]),
+        ([4, 1], 1, False, [1, 5]),
         ([1], 1, False, [6]),
     ]
+
+
+def test_rows_are_divided_where_their_state_is_kept_and_no_part_comes_before_the_one_ahead_of_it():
+    kept = [(0, 12, 5), (2, 2, 7), (2, 3, 6)]  # (row, tokens of its sequence, place)
+    assert divided((4, 9, 5), (0, 3, 2), (2, 0, 5), kept=kept) == [
+        ([4], 3, False, [0, 1, 2]),
+        ([0], 2, False, [5, 6]),
+        ([2], 2, True, [7, 8]),
+        ([4], 2, False, [3, 4]),
+        ([2], 1, False, [9]),
+        ([2], 2, False, [10, 11]),
+    ]
+
+
+def test_one_by_one_what_follows_the_kept_state_of_a_beginning_is_divided_too():
+    assert divided((2, 0, 5), one_by_one=True, kept=[(0, 3, 1)]) == [
+        ([2], 3, True, [0, 1, 2]),
+        ([2], 1, False, [3]),
+        ([2], 1, False, [4]),
+    ]
+
+
+# -- prefixes ----------------------------------------------------------------------------------------------------------
+
+PREFIXES = ["granite-4-hybrid", "mamba2, no attention", "lfm2", "qwen3.5", "jamba, token by token"]
+
+
+def room_for(num_snapshots: int, folder: Path) -> dict[str, Any]:
+    """Return the part `cache` of a configuration with so many snapshots."""
+    plan = plan_of(folder, 1 << 30, max_num_seqs=1)
+    return {"snapshot_gib": (num_snapshots + 0.5) * plan.states / 2 / (1 << 30)}
+
+
+def assert_is_transformers(model: Any, engine: Engine, prompt: list[int], uid: int, within: float = 2e-4) -> None:
+    """Assert that every token and the 20 best log-probabilities of each are those of transformers without a cache."""
+    output = engine.outputs[uid]
+    logits = logits_reference(model, prompt + output[:-1])[len(prompt) - 1 :]
+    behind = logits.amax(-1) - logits.gather(-1, torch.tensor(output)[:, None])[:, 0]
+    assert float(behind.max()) < TIE
+    found = torch.tensor([item.top_logprobs for item in engine.logprobs[uid]])
+    assert float((found - logits.log_softmax(-1).topk(20).values).abs().max()) < within
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", PREFIXES)
+def test_conversations_with_one_beginning_go_on_from_snapshots(name, overlap, tmp_path):
+    """In chunks, with preemption, some cancelled, and with so few snapshots that they are evicted."""
+    case = CASES[name]
+    model = model_of(case.config, case.values)
+    cache = room_for(6, save(model, tmp_path))
+    engine = Engine(tmp_path, budget=20, num_blocks=28, cache=cache, overlap=overlap)
+    (beginning, *questions) = prompts_of(Case("", {}, lengths=(27, 9, 14, 5, 11)))
+    conversations = [[*beginning, *question] for question in questions]
+    for turn in range(3):
+        uids = [engine.submit(each, 22, logprobs=20) for each in conversations]
+        given_up = engine.submit([*beginning, 7, turn], 30)
+        for _ in range(4):
+            engine.step()
+        engine.core.cancel(given_up)
+        engine.run()
+        for prompt, uid in zip(conversations, uids, strict=True):
+            assert_is_transformers(model, engine, prompt, uid, case.within)
+        assert not turn or sum(engine.finished[uid].num_cached for uid in uids) > 0
+        asked = zip(conversations, uids, questions, strict=True)
+        conversations = [[*each, *engine.outputs[uid], *question] for each, uid, question in asked]
+    assert engine.core.scheduler.stats.num_preemptions > 0
+    assert engine.capacity.num_snapshots == 6
+
+
+def test_what_is_cached_is_computed_no_more_until_a_reset(qwen):
+    model, folder = qwen
+    engine, prompt = Engine(folder), list(range(40, 61))
+    for expected in (0, 16, 16):
+        uid = engine.submit(prompt, 6, logprobs=20)
+        engine.run()
+        assert engine.finished[uid].num_cached == expected
+        assert_is_transformers(model, engine, prompt, uid)
+    engine.core.flush()
+    uid = engine.submit(prompt, 6, logprobs=20)
+    engine.run()
+    assert engine.finished[uid].num_cached == 0
+    assert_is_transformers(model, engine, prompt, uid)
+
+
+def test_adapters_and_salts_keep_their_states_apart(qwen, tmp_path):
+    model, folder = qwen
+    merged = write_adapter(tmp_path / "pirate", model, targets=("in_proj_qkv", "out_proj", "q_proj"), dora=True)
+    engine, prompt = Engine(folder, budget=10, model={"adapters": str(tmp_path)}), list(range(40, 61))
+    asked = [(0, b""), (1, b""), (0, b"tenant"), (0, b""), (1, b""), (0, b"tenant")]
+    for number, (adapter, salt) in enumerate(asked):
+        uid = engine.submit(prompt, 6, logprobs=20, adapter=adapter, salt=salt)
+        engine.run()
+        assert engine.finished[uid].num_cached == (0 if number < 3 else 16)
+        assert_is_transformers(merged if adapter else model, engine, prompt, uid)
+
+
+def test_a_snapshot_of_a_step_with_bad_numbers_is_of_its_own_row(tmp_path):
+    """Such a step is computed twice on a CPU."""
+    model = model_of("Qwen3_5TextConfig", {**DELTA, "tie_word_embeddings": False})
+    prompt = prompts_of(Case("", {}, lengths=(20,)))[0]
+    model.get_input_embeddings().weight.data[250] = float("nan")
+    engine = Engine(save(model, tmp_path), budget=40)
+    culprit = engine.submit([3, 4, 250, *range(7)], 12)
+    for expected in (0, 16):
+        uid = engine.submit(prompt, 12, logprobs=20)
+        engine.run()
+        assert engine.finished[uid].num_cached == expected
+        assert_is_transformers(model, engine, prompt, uid)
+    assert engine.finished[culprit].detail == RowFailure.NOT_A_NUMBER.value
+    again = engine.submit([3, 4, 250, *range(7)], 12)
+    engine.run()
+    assert engine.finished[again].num_cached == 0
+
+
+def test_a_model_that_goes_on_token_by_token_caches_prefixes_where_it_is_asked_to(tmp_path):
+    case = CASES["mamba, no attention, token by token"]
+    folder = save(model_of(case.config, case.values), tmp_path)
+    assert Engine(folder).capacity.num_snapshots == 0
+    assert Engine(folder, cache=room_for(3, folder)).capacity.num_snapshots == 3
+
+
+def test_without_the_prefix_cache_no_memory_is_taken_for_snapshots(qwen):
+    for cache in ({"prefix_caching": False}, {"layout": "contiguous"}):
+        engine = Engine(qwen[1], cache=cache)
+        assert engine.capacity.num_snapshots == 0
+        assert engine.executor.model.states._tensors[0].shape[0] == 4 + 1
+        assert unused_features(engine.capacity) == ("prefix_caching", "speculation", "swap")
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def plan_of(folder: Path, device_bytes: int, **engine: Any) -> Any:
-    config = Config().with_values(model={"path": str(folder)}, engine={"device": "cpu", **engine})
+def plan_of(folder: Path, device_bytes: int, cache: dict[str, Any] | None = None, **engine: Any) -> Any:
+    config = Config().with_values(model={"path": str(folder)}, engine={"device": "cpu", **engine}, cache=cache or {})
     return make_plan(executor_settings(config), device_bytes)
 
 
@@ -273,6 +403,19 @@ def test_the_plan_counts_the_states_of_all_slots(qwen):
     assert plan.states == 8 * 2 * of_layer  # and the scratch slot's
     assert any("states of 7 running requests" in line for line in plan_lines(plan))
     assert plan.sequences(1) == 7
+
+
+def test_the_plan_counts_the_snapshots_as_configured_or_a_share_of_the_device(qwen):
+    (one, usual, none) = (
+        plan_of(qwen[1], 1 << 20, cache=cache) for cache in ({"snapshot_gib": 2e-5}, {}, {"prefix_caching": False})
+    )
+    of_state = usual.snapshots // usual.num_snapshots
+    assert one.num_snapshots == int(2e-5 * (1 << 30)) // of_state
+    assert usual.num_snapshots == (1 << 16) // of_state
+    assert (none.snapshots, none.num_snapshots) == (0, 0)
+    assert none.left - usual.left == usual.snapshots
+    assert any(f"{usual.num_snapshots} snapshots of states" in line for line in plan_lines(usual))
+    assert plan_figures(usual)["bytes"]["snapshots"] == usual.snapshots
 
 
 def test_a_step_on_a_cpu_takes_a_second_copy_of_the_states_and_keeps_none(qwen):

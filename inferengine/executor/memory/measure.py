@@ -65,8 +65,8 @@ def size_cache(runner: MeasuredRunner, max_model_len: int) -> CacheSize:
         _set_kv_scales(runner, max_model_len)
     shapes: list[MixedShape] = []
     if runner.device.type == "cpu":
-        states = state_bytes(config, settings, settings.max_num_seqs + 1)
-        free = free_host_bytes() // settings.tensor_parallel - 2 * states  # a step keeps what it overwrites
+        states = state_bytes(config, settings, 2 * (settings.max_num_seqs + 1) + settings.num_snapshots)
+        free = free_host_bytes() // settings.tensor_parallel - states  # a step keeps what it overwrites
         budget = host_budget_bytes(max(0, free), settings.memory_fraction)
     else:
         step = _step_bytes(runner, max_model_len)

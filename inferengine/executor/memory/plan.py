@@ -50,6 +50,8 @@ GRAPH_BYTES = 4 * (1 << 20)  # nodes of one captured step; its buffers are share
 DEFAULT_CPU_LIMIT_BYTES = GIB  # a model on a CPU is bound by arithmetic long before it needs more
 DEFAULT_CUDA_SHARE = 0.92  # of all memory, weights and activations included
 TYPICAL_TOKENS = 4096  # assumed length of a sequence, for dividing the memory among KV groups
+SNAPSHOTS_SHARE = 1 / 16  # of the device, for snapshots of states
+MOST_SNAPSHOTS = 4096  # more than there are prefixes in use, of models with small states
 STATES_SHARE = 0.125  # of the device, for the states of all slots: with more, fewer requests run at once
 EXPECTED_SHARE = 0.98  # of the planned cache: a warning is due for less, since allocators round and keep buffers
 
@@ -86,6 +88,8 @@ class MemoryPlan(NamedTuple):
     bytes_of_blocks: int = 0  # of the blocks that cache.num_blocks asks for, a draft model's among them
     left: int = 0  # what all else leaves of the device: more than kv_budget, which cache.memory_fraction limits
     states: int = 0  # of running requests, that no block holds
+    num_snapshots: int = 0  # of states, for prefixes
+    snapshots: int = 0
 
     @property
     def fits(self) -> bool:
@@ -179,7 +183,8 @@ def activation_bytes(config: DecoderConfig, num_tokens: int, num_seqs: int, dtyp
 
 def with_states(settings: ExecutorSettings, config: DecoderConfig, device_bytes: int) -> ExecutorSettings:
     """Adapt the settings to a model that keeps states of running requests: so many run at once that their states take
-    STATES_SHARE of the device. Raises ConfigError for what cannot be done with states."""
+    STATES_SHARE of the device, and so many snapshots are kept that they take what is configured. Raises ConfigError for
+    what cannot be done with states."""
     if not config.states:
         return settings
     why = "the model keeps a state of every request that is of its latest token alone (convolutions, recurrences)"
@@ -187,7 +192,13 @@ def with_states(settings: ExecutorSettings, config: DecoderConfig, device_bytes:
         raise ConfigError("speculation.draft_model", f"{why} and cannot be taken back: set speculation.method to none")
     if settings.swap_bytes:
         raise ConfigError("scheduler.preemption", f"{why}, which is not swapped: set it to preempt")
-    most = int(device_bytes * STATES_SHARE) // state_bytes(config, settings, 1)
+    one = state_bytes(config, settings, 1)
+    most = int(device_bytes * STATES_SHARE) // one
+    if settings.prefix_caching:
+        limit = settings.snapshot_bytes or int(device_bytes * SNAPSHOTS_SHARE)
+        if settings.device.type == "cpu" and not settings.snapshot_bytes:
+            limit = min(limit, DEFAULT_CPU_LIMIT_BYTES)
+        settings = replace(settings, num_snapshots=min(limit // one, MOST_SNAPSHOTS))
     if most >= settings.max_num_seqs:
         return settings
     logger.warning(
@@ -200,7 +211,7 @@ def with_states(settings: ExecutorSettings, config: DecoderConfig, device_bytes:
 
 
 def state_bytes(config: DecoderConfig, settings: ExecutorSettings, num_rows: int) -> int:
-    """Return the bytes of the states of so many slots."""
+    """Return the bytes of the states of so many slots or snapshots."""
     return num_rows * config.state_bytes(settings.compute_dtype(config).itemsize)
 
 
@@ -266,6 +277,7 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
     settings = with_states(settings, config, device_bytes)
     cache = cache_settings(settings, context_length(settings, config))
     states = state_bytes(config, settings, settings.max_num_seqs + 1)
+    snapshots = state_bytes(config, settings, settings.num_snapshots)
     weights = weight_bytes(whole, values, dtype, settings.quantization, heaviest(settings))
     draft, draft_weights = None, 0
     if settings.draft_folder is not None:
@@ -281,12 +293,12 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
         shapes = shapes_to_capture(*sizes, token_s, launches_s(whole, settings.tensor_parallel))
         if settings.cuda_graphs and config.implementation == "native":
             graphs = graph_bytes(config, settings, dtype, shapes)
-        taken = weights + draft_weights + activations + slots + states + context + graphs
+        taken = weights + draft_weights + activations + slots + states + snapshots + context + graphs
         budget = device_budget_bytes(device_bytes, settings.memory_fraction, taken)
         left = device_bytes - taken
     else:
         rank_bytes = device_bytes // settings.tensor_parallel  # ranks share the host's memory
-        rank_bytes -= 2 * states  # a step keeps what it overwrites (models/recurrent.py)
+        rank_bytes -= 2 * states + snapshots  # a step keeps what it overwrites (models/recurrent.py)
         budget = host_budget_bytes(max(0, rank_bytes - weights), settings.memory_fraction)
         left = rank_bytes - resident_bytes(settings, weights + draft_weights)
     full = window_bytes = 0
@@ -326,6 +338,8 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
         bytes_of_blocks=bytes_of_blocks,
         left=left,
         states=states,
+        num_snapshots=settings.num_snapshots,
+        snapshots=snapshots,
     )
 
 
@@ -541,6 +555,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         ("activations of the largest step", plan.activations),
         ("slots of running requests", plan.slots),
         *([(f"states of {plan.cache.max_num_seqs} running requests", plan.states)] if plan.states else []),
+        *([(f"{plan.num_snapshots} snapshots of states", plan.snapshots)] if plan.snapshots else []),
         ("captured graphs", plan.graphs),
         ("device context", plan.context),
         ("KV cache", plan.bytes_of_blocks or plan.kv_budget),
@@ -573,7 +588,10 @@ def plan_figures(plan: MemoryPlan) -> dict[str, Any]:
     """Return the plan as a JSON object: sizes in bytes, and how many sequences of each length fit at once."""
     sizes = {
         name: getattr(plan, name)
-        for name in ("weights", "draft_weights", "activations", "slots", "states", "graphs", "context", "kv_budget")
+        for name in (
+            *("weights", "draft_weights", "activations", "slots", "states", "snapshots", "graphs", "context"),
+            "kv_budget",
+        )
     }
     return {
         "fits": plan.fits,
