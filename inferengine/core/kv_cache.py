@@ -693,10 +693,12 @@ class KVCacheManager:
             return []
         for row, (sequence, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
             end, known = start + count, len(sequence.tokens)
-            if row < num_decodes:
-                snapshot = snapshots.reserve(sequence, end) if end % size == 0 else None
+            if row < num_decodes or start >= sequence.num_prompt:  # also what a grammar forces, which is hashed already
+                last = end // size * size
+                snapshot = snapshots.reserve(sequence, last) if last > start else None
                 if snapshot is not None:
-                    writes[snapshot] = SnapshotWrite(row, end, snapshot)
+                    writes[snapshot] = SnapshotWrite(row, last, snapshot)
+                    snapshots.settle(sequence, size)
                 continue
             last = min(end, known - 1) // size * size
             for boundary in sorted({sequence.num_matched, last}):

@@ -143,6 +143,16 @@ def test_of_a_running_output_the_newest_snapshot_alone_is_kept() -> None:
     assert snapshots_of(run).num_known == 2 + 1  # a prompt's each, and one of the output
 
 
+def test_the_tokens_that_a_grammar_forces_leave_no_further_snapshots() -> None:
+    run = make_run(max_in_flight=2)
+    request = make_request(1, text(10), 45, grammar=True)
+    run.submit(request).to_end()
+    assert run.outputs[1] == expected_output(request)
+    assert run.scheduler.stats.num_forced_tokens >= 8
+    assert snapshots_of(run).num_known == 2
+    assert cached(run, 2, [*text(10), *run.outputs[1], 5]) > 45
+
+
 def test_the_least_recently_used_is_evicted() -> None:
     run = make_run(2)
     cached(run, 1, text(10), max_tokens=1)
