@@ -113,11 +113,12 @@ def converse(
     """Hold one conversation. Returns what each turn took: both engines must give the same answer."""
     text = [draw.randrange(VOCABULARY) for _ in range(args.system)]
     rows: list[dict[str, float]] = []
-    for _ in range(args.turns):
+    for turn in range(args.turns):
         text += [draw.randrange(VOCABULARY) for _ in range(args.user)]
         row: dict[str, float] = {"prompt_tokens": len(text)}
         answers: list[list[int]] = []
-        for is_on, engine in engines.items():
+        for is_on in (True, False) if turn % 2 else (False, True):  # neither is always the first
+            engine = engines[is_on]
             begin = time.process_time()
             (first,) = engine.generate([text], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
             row["on_ms" if is_on else "off_ms"] = 1e3 * (time.process_time() - begin)
