@@ -448,6 +448,7 @@ class LoadedEngine:
     loop: Loop
     limits: AdmissionLimits
     vocab_size: int
+    makes_tokens: bool = True  # False: embeddings alone
     embedding_size: int = 0  # 0: the engine gives no embeddings
     speculation_method: str = "none"  # `speculation.method`, decided
     check: CheckRequest = accept_any

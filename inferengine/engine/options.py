@@ -35,12 +35,12 @@ def scheduler_options(config: Config, capacity: Capacity, *, is_service: bool = 
         max_num_batched_tokens=capacity.max_num_batched_tokens,
         max_num_seqs=capacity.max_num_seqs,
         policy=scheduler.policy,
-        chunked_prefill=scheduler.chunked_prefill,
+        chunked_prefill=scheduler.chunked_prefill and capacity.is_causal,
         prefill_chunk=scheduler.prefill_chunk,
         max_num_decodes=scheduler.max_num_decodes,
         itl_target_s=itl_target_s,
         itl_target_factor=itl_target_factor,
-        prefix_caching=cache.prefix_caching and not contiguous,
+        prefix_caching=cache.prefix_caching and not contiguous and capacity.is_causal,
         eviction=cache.eviction,
         preemption=scheduler.preemption,
         watermark=cache.watermark,
@@ -53,7 +53,10 @@ def scheduler_options(config: Config, capacity: Capacity, *, is_service: bool = 
 
 
 def unused_features(capacity: Capacity) -> tuple[str, ...]:
-    """Return what the engine has and the model cannot use: some of it where it keeps a state of every request."""
+    """Return what the engine has and the model cannot use: some of it where it keeps a state of every request, more
+    where its tokens see later ones."""
+    if not capacity.is_causal:
+        return ("generation", "prefix_caching", "speculation", "swap")
     if not capacity.has_states:
         return ()
     return ("speculation", "swap") if capacity.num_snapshots else ("prefix_caching", "speculation", "swap")

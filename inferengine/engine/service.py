@@ -239,7 +239,8 @@ class EngineService:
         self.lifecycle.mark("measuring the device")
         method = speculation_method(self.config.speculation.method, capacity)
         check = executor.check if isinstance(executor, RelayLoop) else accept_any
-        self._engine.set(LoadedEngine(loop, limits, capacity.vocab_size, capacity.embedding_size, method, check))
+        makes = capacity.is_causal, capacity.embedding_size
+        self._engine.set(LoadedEngine(loop, limits, capacity.vocab_size, *makes, method, check))
         adapters: AdapterStore | None = getattr(executor, "adapters", None)
         make_recorder: MakeRecorder | None = getattr(executor, "recorder", None)
         self.io.call_loaded(info, loop, adapters, make_recorder, self._on_ready)

@@ -25,7 +25,7 @@ from inferengine.executor.draft_model import DraftModel
 from inferengine.executor.load import LoadedModel, load_draft_model, load_model
 from inferengine.executor.memory.kv_cache import KVCache, zeros
 from inferengine.executor.memory.measure import size_cache, swap_times
-from inferengine.executor.memory.plan import context_length, device_memory, with_states
+from inferengine.executor.memory.plan import context_length, device_memory, with_states, with_whole_prompts
 from inferengine.executor.sampler import Pooling, StepDraws, StepPromptLogprobs
 from inferengine.executor.settings import ExecutorSettings, executor_settings
 from inferengine.executor.slots import Slots, columns_of, make_batch
@@ -88,7 +88,8 @@ class TorchExecutor:
         self.implementation = "" if self.config.implementation == "native" else self.config.implementation
         if self.model.is_slow_after_states and not settings.snapshot_bytes:  # what follows a prefix would be as slow
             settings = replace(settings, prefix_caching=False)
-        settings = self.settings = with_states(settings, self.config, device_memory(self.device))
+        settings = with_states(settings, self.config, device_memory(self.device))
+        settings = self.settings = with_whole_prompts(settings, self.config)
         self.threads = Threads(self.config, settings.threads) if self.device.type == "cpu" else None
         max_model_len = context_length(settings, self.config)
         self.tuned = tune(settings, self.model, self.dtype, max_model_len, progress)
@@ -110,6 +111,7 @@ class TorchExecutor:
             max_forced_rows=FORCED_ROWS_ON_CPU if settings.device.type == "cpu" else 0,
             has_draft_model=settings.draft_folder is not None,
             has_states=bool(self.config.states),
+            is_causal=self.config.is_causal,
             num_snapshots=settings.num_snapshots,
         )
         if settings.draft_folder is not None:

@@ -64,7 +64,8 @@ def capture_graphs(
     decode = DecodeGraphs(*parts, settings.max_num_seqs, runner.slow_rows, _prefix_groups(runner))
     mixed = MixedGraphs(*parts, [s for s in without_slow(shapes, runner.slow_rows) if _fits(s, settings)])
     steps: list[Callable[[], object]] = []
-    needs_columns = runner.model.plans_attention or bool(runner.config.states)  # of a step: a captured one lacks them
+    config = runner.config  # a captured step lacks columns
+    needs_columns = runner.model.plans_attention or bool(config.states) or not config.is_causal
     if not needs_columns:
         steps += [decode.run_all_eagerly, mixed.run_all_eagerly]
     if compile_draft is not None:

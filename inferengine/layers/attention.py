@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from inferengine.kernels.batch import Batch, NewKeys
+from inferengine.kernels.bidirectional import bidirectional_attention, rotate
 from inferengine.kernels.ops import Ops
+from inferengine.kernels.reference.ops import rms_norm
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.linear import Linear
 from inferengine.layers.norm import HeadNorm, RMSNorm
@@ -52,6 +54,7 @@ class Attention(CachedAttention):
             self.q_wide = _wide_norm(ops, config, config.num_heads)
             self.k_wide = _wide_norm(ops, config, config.num_kv_heads)
         self.sinks = nn.Parameter(torch.empty(config.num_heads), requires_grad=False) if config.sinks else None
+        self.is_causal = config.is_causal
         self.held: DimensionRange | None = None  # which of the model's query heads it has; None: all
         self.sink_scores: torch.Tensor | None = None
         self.q_gain: torch.Tensor | None = None
@@ -59,7 +62,9 @@ class Attention(CachedAttention):
 
     def mix(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Attend with packed qkv [T, (H + 2K) * D], or what `new_keys` says -> [T, H * D]; K and V of the batch's
-        tokens are in the cache afterwards."""
+        tokens are in the cache afterwards, unless tokens see later ones."""
+        if not self.is_causal:
+            return self._mix_both_ways(qkv, batch)
         return self.ops.attention_qkv(
             self._adjusted(qkv, batch) if self.is_adjusted else qkv,
             self.q_gain,
@@ -78,6 +83,19 @@ class Attention(CachedAttention):
             self.sink_scores,
             self.new_keys,
         )
+
+    def _mix_both_ways(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Attend among all tokens of each row, which are all of its sequence."""
+        assert batch.columns is not None  # such steps are never captured
+        qkv = self._adjusted(qkv, batch) if self.is_adjusted else qkv
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        queries, keys, values = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+        if self.q_gain is not None and self.k_gain is not None:
+            queries, keys = rms_norm(queries, self.q_gain, self.eps), rms_norm(keys, self.k_gain, self.eps)
+        if self.cos_sin is not None:
+            queries, keys = (rotate(each, self.cos_sin, batch.positions) for each in (queries, keys))
+        bounds = batch.columns.query_start.tolist()
+        return bidirectional_attention(queries, keys, values, bounds, self.scale, self.window).view(len(qkv), -1)
 
     def finish(self) -> None:
         """Set the plain attributes that `mix` reads, once the weights are loaded."""

@@ -134,6 +134,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     implementation: str = "native"  # whose layers compute the model: native | transformers
     states: tuple[StateTensor, ...] = ()  # that no block of the KV cache holds
+    is_causal: bool = True  # False: tokens see later ones too; the model makes embeddings alone
 
     @property
     def is_plain(self) -> bool:

@@ -197,6 +197,7 @@ class Llama(DecoderModel):
     def __init__(self, ops: Ops, config: DecoderConfig) -> None:
         super().__init__()
         self.can_keep = config.is_plain and config.layer_inputs is None and not config.states
+        self.can_be_captured = config.is_causal  # else attention needs to know where rows begin
         self.embed = TokenEmbedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
         self.unused_positions = config.learned_positions
         if self.unused_positions is not None:

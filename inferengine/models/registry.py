@@ -52,11 +52,24 @@ def read_model_config(folder: Path) -> tuple[DecoderConfig, ModelFamily]:
     return dataclasses.replace(config, eos_token_ids=read_eos(folder, values)), module
 
 
+def _require_both_ways(config: DecoderConfig) -> None:
+    """Refuse what the attention of models whose tokens see later ones does not compute. Raises ConfigError."""
+    plain = config.full_kv is None and not config.kv_sources and not config.value_norm
+    if config.implementation != "native" or config.latent is not None or not plain:
+        raise refused(f"config.json: {config.model_type} whose tokens see later ones (is_causal = false) is not served")
+    if config.attention_softcap or config.sinks:
+        raise refused("config.json: is_causal = false is not served with caps of attention's scores, or with sinks")
+
+
 def config_of(values: dict[str, Any], module: ModelFamily) -> DecoderConfig:
     """Turn a decoded config.json into a DecoderConfig. Raises ConfigError naming a key that is not supported."""
     reader = ConfigReader(values)
-    reader.expect("is_causal", True)  # embedding models made of decoders may look at later tokens
+    is_causal = reader.flag("is_causal", True)  # embedding models made of decoders may look at later tokens
     config = module.read_config(reader)
+    if not is_causal:
+        config = dataclasses.replace(config, is_causal=False)
+    if not config.is_causal:
+        _require_both_ways(config)
     reader.value("quantization_config"), reader.value("compression_config")  # read by quantization/checkpoints
     reader.finish()
     if is_headless(values) and config.implementation == "native":  # a head that nothing asks for takes no memory so

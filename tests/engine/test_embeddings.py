@@ -96,6 +96,21 @@ def test_the_configuration_chooses_the_pooling_of_requests_that_do_not() -> None
     assert last.data == simulated_embedding(3, False, SIZE)
 
 
+def test_a_model_that_makes_embeddings_alone_generates_nothing() -> None:
+    capacity = small_capacity()._replace(is_causal=False)
+    with run_service(lambda: SimulatedExecutor(capacity)) as built, raw_of(built) as raw:
+        assert raw.welcome is not None
+        assert raw.welcome.model is not None
+        assert "generation" in raw.welcome.model.without
+        raw.ask()
+        reject = raw.expect(Reject)
+        assert (reject.code, reject.field) == ("unsupported", "reply")
+        assert "this model makes embeddings alone" in reject.message
+        raw.ask(reply="embedding", stream=3)
+        assert read(raw, 3)[1] == simulated_embedding(5, False, SIZE)
+        check_idle(built)
+
+
 @pytest.mark.parametrize(
     ("wrong", "code", "field"),
     [

@@ -60,16 +60,24 @@ ENDING_RETRY_S = 0.1  # before a client may resume a request that is being cance
 
 
 def check_submit(
-    message: Submit, limits: LimitsConfig, *, vocab_size: int, has_embeddings: bool, has_text: bool
+    message: Submit,
+    limits: LimitsConfig,
+    *,
+    vocab_size: int,
+    has_embeddings: bool,
+    has_text: bool,
+    has_tokens: bool = True,
 ) -> SamplingParams:
-    """Check a SUBMIT and return its sampling parameters. `has_embeddings`, `has_text`: what the engine can give. Raises
-    InvalidRequest."""
+    """Check a SUBMIT and return its sampling parameters. `has_embeddings`, `has_text` and `has_tokens` say what the
+    engine can give. Raises InvalidRequest."""
     params = from_map(message.params)
     validate(params, vocab_size=vocab_size, limits=limits)
     if message.reply == "tokens" and params.stop:
         raise InvalidRequest("params.stop", 'stop strings need reply "text" or "both"')
     if message.reply == "embedding" or message.pooling:
         _check_embedding(message, params, has_embeddings)
+    elif not has_tokens:
+        raise InvalidRequest("reply", "this model makes embeddings alone: ask for them", code="unsupported")
     if (message.reply in ("text", "both") or message.prompt is None) and not has_text:
         raise InvalidRequest("reply", "this model has no tokenizer: send and read token ids", code="unsupported")
     if message.grammar is not None:
@@ -429,6 +437,7 @@ class Intake:
                 vocab_size=engine.vocab_size,
                 has_embeddings=engine.embedding_size > 0,
                 has_text=self._texts.available,
+                has_tokens=engine.makes_tokens,
             )
             outputs = read_resume(
                 message, params, vocab_size=engine.vocab_size, max_model_len=engine.limits.max_model_len

@@ -181,6 +181,20 @@ def activation_bytes(config: DecoderConfig, num_tokens: int, num_seqs: int, dtyp
     return hidden + states + num_seqs * config.vocab_size * 12
 
 
+def with_whole_prompts(settings: ExecutorSettings, config: DecoderConfig) -> ExecutorSettings:
+    """Adapt the settings to a model whose tokens see later ones: a step has room for the longest prompt. Raises
+    ConfigError for what has no meaning there."""
+    if config.is_causal:
+        return settings
+    why = "the model's tokens see later ones: it makes embeddings and"
+    if settings.draft_folder is not None:
+        raise ConfigError("speculation.draft_model", f"{why} drafts no tokens: set speculation.method to none")
+    if settings.cache_dtype == "fp8":
+        raise ConfigError("cache.dtype", f"{why} reads no cache: set it to auto")
+    longest = context_length(settings, config)
+    return replace(settings, max_num_batched_tokens=max(settings.max_num_batched_tokens, longest))
+
+
 def with_states(settings: ExecutorSettings, config: DecoderConfig, device_bytes: int) -> ExecutorSettings:
     """Adapt the settings to a model that keeps states of running requests: so many run at once that their states take
     STATES_SHARE of the device, and so many snapshots are kept that they take what is configured. Raises ConfigError for
@@ -274,7 +288,7 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
     values = read_json(settings.folder / "config.json")
     dtype, kv_dtype = settings.compute_dtype(config), settings.kv_dtype(config)
     on_cuda = settings.device.type == "cuda"
-    settings = with_states(settings, config, device_bytes)
+    settings = with_whole_prompts(with_states(settings, config, device_bytes), config)
     cache = cache_settings(settings, context_length(settings, config))
     states = state_bytes(config, settings, settings.max_num_seqs + 1)
     snapshots = state_bytes(config, settings, settings.num_snapshots)
@@ -370,6 +384,11 @@ def held_budget(plan: MemoryPlan, memory_fraction: float, *, total: int, free: i
     return min(plan.kv_budget, left)
 
 
+LONGEST_EMBEDDED = (
+    8192  # tokens of a prompt that is computed in one step, unless model.max_model_len says another number
+)
+
+
 def context_length(settings: ExecutorSettings, config: DecoderConfig) -> int:
     """Return the most tokens of a sequence. Raises ConfigError where the configured length exceeds the model's."""
     wanted = settings.max_model_len
@@ -377,7 +396,7 @@ def context_length(settings: ExecutorSettings, config: DecoderConfig) -> int:
         raise ConfigError(
             "model.max_model_len", f"the model was made for {config.max_position} tokens; {wanted} are too many"
         )
-    return wanted or config.max_position
+    return wanted or (config.max_position if config.is_causal else min(config.max_position, LONGEST_EMBEDDED))
 
 
 def cache_settings(settings: ExecutorSettings, max_model_len: int) -> CacheSettings:

@@ -135,6 +135,7 @@ def require_supported(config: DecoderConfig) -> None:
         "a mixture of experts": config.moe is not None,
         "attention sinks": config.sinks,
         "latent attention": config.latent is not None,
+        "tokens that see later ones": not config.is_causal,
         "the layers of Gemma 4": config.value_norm or config.full_kv is not None or config.layer_inputs is not None,
     }
     for what, found in refused.items():

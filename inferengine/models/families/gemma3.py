@@ -19,9 +19,11 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     hidden_size, head_dim = config.integer("hidden_size", 2304), config.integer("head_dim", 256)
     max_position = config.integer("max_position_embeddings", 131_072)
     config.expect("hidden_activation", "gelu_pytorch_tanh")
-    config.expect("use_bidirectional_attention", False)
+    sees_later = config.flag("use_bidirectional_attention", False)  # EmbeddingGemma
     config.expect("attn_logit_softcapping")  # transformers keeps the key and applies nothing
     window = config.integer("sliding_window", 4096)
+    if sees_later:  # it counts tokens on both sides then, and the attention those on one
+        window = window // 2 + 1
     pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
     if config.value("layer_types") is not None:
         windows = read_windows(config, num_layers, window)
@@ -57,6 +59,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         logits_softcap=config.optional_number("final_logit_softcapping"),
         embedding_scale=hidden_size**0.5,
         post_norms=True,
+        is_causal=not sees_later,
         dtype=config.dtype(),
     )
 
