@@ -225,7 +225,7 @@ class LLM:
                 raise TypeError(f"there is no argument {name}: it belongs in params, as SamplingParams({name}=...)")
             raise TypeError(f"there is no argument {unknown[0]}{suggestion(unknown[0], known)}")
         if not self.capacity.is_causal:
-            raise InvalidRequest("prompts", "this model makes embeddings alone: call embed", code="unsupported")
+            raise InvalidRequest("prompts", "the model makes embeddings alone: call embed", code="unsupported")
         listed = self._as_list(prompts)
         per_prompt = _params_of_each(params, len(listed))
         spec, number = read_grammar(structured), self._adapter(adapter)

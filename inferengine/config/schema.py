@@ -74,7 +74,7 @@ class ModelConfig:
     pooling: str = _key(
         "auto",
         "embeddings: the last token's final hidden state, or the mean over the prompt; auto: as the model's own "
-        "files for sentence-transformers say, else last",
+        "files for sentence-transformers say, with the layers behind it, else last",
         ("auto", "last", "mean"),
     )
     adapters: str = _key(

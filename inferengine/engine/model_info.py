@@ -5,12 +5,12 @@ Reads small files only, in milliseconds, so that a wrong path is reported before
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from inferengine.config import Config
+from inferengine.config.embedding_modules import read_embedding_modules
 from inferengine.config.model_path import model_folder, served_name
 from inferengine.errors import ConfigError
 from inferengine.gguf.checkpoint import architecture_of, eos_token_ids
@@ -62,32 +62,7 @@ def pooling_of(config: Config, folder: Path) -> str:
     ConfigError where those ask for what is not computed."""
     if config.model.pooling != "auto":
         return config.model.pooling
-    modules, places = folder / "modules.json", [folder / "1_Pooling" / "config.json"]
-    try:
-        for module in json.loads(modules.read_text(encoding="utf-8")) if modules.is_file() else ():
-            kind = str(module["type"]).rpartition(".")[2]
-            if kind not in COMPUTED:
-                raise _not_pooled(f"modules.json has a module {kind} that is not computed")
-            if kind == "Pooling" and (path := Path(str(module["path"]))).name == str(path):
-                places.insert(0, folder / path / "config.json")
-        place = next((place for place in places if place.is_file()), None)
-        values = {} if place is None else json.loads(place.read_text(encoding="utf-8"))
-        modes = [name for name, is_on in values.items() if name.startswith("pooling_mode_") and is_on is True]
-    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise _not_pooled(f"modules.json or 1_Pooling/config.json cannot be read ({type(error).__name__})") from None
-    if not modes:
-        return "last"
-    if len(modes) > 1 or modes[0] not in POOLED:
-        raise _not_pooled(f"1_Pooling/config.json asks for {', '.join(modes)}, which is not computed")
-    return POOLED[modes[0]]
-
-
-COMPUTED = ("Transformer", "Pooling", "Normalize", "LogitScore")
-POOLED = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
-
-
-def _not_pooled(what: str) -> ConfigError:
-    return ConfigError("model.pooling", f"{what}: set it to last or mean to serve the model without that")
+    return read_embedding_modules(folder).pooling or "last"
 
 
 def _eos_ids(values: dict[str, Any]) -> tuple[int, ...]:

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
+from inferengine.config.embedding_modules import read_embedding_modules
 from inferengine.core.executor import Progress
+from inferengine.errors import ConfigError
 from inferengine.executor.draft_model import DraftModel, read_draft_config
 from inferengine.executor.memory.kv_cache import KVCache
+from inferengine.executor.sampler import DenseWeights
 from inferengine.executor.settings import ExecutorSettings
 from inferengine.executor.slots import Slots
 from inferengine.kernels.ops import REFERENCE, Ops
@@ -38,6 +43,40 @@ class LoadedModel(NamedTuple):
     dtype: torch.dtype  # of the model's arithmetic
     quantization: str  # the scheme's or the checkpoint layout's name, or "none"
     adapters: AdapterFolder | None
+
+
+def load_dense(settings: ExecutorSettings, hidden_size: int, device: torch.device) -> list[DenseWeights]:
+    """Read the layers behind the pooling, where sentence-transformers' files have some and model.pooling does not
+    replace them. Raises ConfigError."""
+    if settings.pooling != "auto" or not settings.folder.is_dir():
+        return []
+    found: list[DenseWeights] = []
+    width = hidden_size
+    for module in read_embedding_modules(settings.folder).dense:
+        shapes: dict[str, tuple[int, ...]] = {"linear.weight": (module.outputs, module.inputs)}
+        if module.has_bias:
+            shapes["linear.bias"] = (module.outputs,)
+        if module.inputs != width:
+            raise _not_dense(module.folder, f"takes {module.inputs} numbers, and what comes before it gives {width}")
+        if settings.random_weights:
+            tensors = {name: torch.randn(shape) / module.inputs**0.5 for name, shape in shapes.items()}
+        else:
+            try:
+                tensors = load_file(module.folder / "model.safetensors")
+            except (OSError, SafetensorError) as error:
+                raise _not_dense(module.folder, f"has no readable model.safetensors ({error})") from None
+        if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != shapes:
+            raise _not_dense(module.folder, f"must have {', '.join(f'{n} {list(s)}' for n, s in shapes.items())}")
+        wide = {name: tensor.to(device, torch.float32) for name, tensor in tensors.items()}
+        found.append(DenseWeights(wide["linear.weight"], wide.get("linear.bias"), module.activation))
+        width = module.outputs
+    return found
+
+
+def _not_dense(folder: Path, what: str) -> ConfigError:
+    return ConfigError(
+        "model.pooling", f"{folder.name} of modules.json {what}: set it to last or mean to serve the model without it"
+    )
 
 
 def load_model(

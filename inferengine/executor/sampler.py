@@ -8,9 +8,9 @@ time, because the logits of a whole prompt may be larger than the free memory.
 
 Embeddings: the final hidden states of a prompt (after the final norm) pooled into one vector of length 1. `last`
 pooling takes the state of the prompt's last token, `mean` the mean over all tokens. A mean is gathered over the chunks
-of a prompt as a sum by slot; normalizing the vector removes the factor. Each prompt is summed by itself in fp32, so
-that a vector does not depend on what else is in the step. Definitions as in sentence-transformers' `Pooling` and
-`Normalize`.
+of a prompt as a sum by slot. Each prompt is summed by itself in fp32, so that a vector does not depend on what else is
+in the step. Some models have linear layers behind the pooling. Definitions as in sentence-transformers' `Pooling`,
+`Dense` and `Normalize`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from inferengine.core.executor import PooledRow, StepPlan, StepResult, TokenLogprobs
 from inferengine.core.sequence import RowFailure
@@ -67,12 +68,22 @@ class PooledStates:
         return PooledVectors(good or None, failed or None)
 
 
+class DenseWeights(NamedTuple):
+    """A linear layer behind the pooling (config/embedding_modules.py): weight [O, I] and bias [O], fp32."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    activation: str  # tanh, or empty: none
+
+
 class Pooling:
     """Holds the sums of prompts that are partly computed, [S, E] fp32 by slot; allocated on first use."""
 
-    def __init__(self, num_slots: int, size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, size: int, device: torch.device, dense: SequenceOf[DenseWeights] = ()) -> None:
+        """`dense`: layers that each pooled state passes."""
         self._shape = (num_slots, size)
         self._device = device
+        self._dense = dense
         self._sums: torch.Tensor | None = None
 
     def compute(
@@ -90,11 +101,16 @@ class Pooling:
             self._gather(model, hidden, columns, item.row)
         if full := [item.row for item in means if item.ends]:
             slots = columns.row_slot[full].astype(np.int64)
-            states.append(self._all_sums().index_select(0, self._upload(slots)))
+            counts = (columns.row_len[full].astype(np.float32))[:, None]
+            states.append(self._all_sums().index_select(0, self._upload(slots)) / self._upload(counts))
             ending += full
         if not states:
             return PooledStates([], None)
-        return PooledStates(ending, torch.nn.functional.normalize(torch.cat(states), dim=-1))
+        found = torch.cat(states)
+        for layer in self._dense:
+            found = functional.linear(found, layer.weight, layer.bias)
+            found = found.tanh_() if layer.activation else found
+        return PooledStates(ending, functional.normalize(found, dim=-1))
 
     def _gather(self, model: DecoderModel, hidden: torch.Tensor, columns: StepColumns, row: int) -> None:
         """Add the states of a row's tokens to its slot's sum, which starts at zero with the prompt."""

@@ -44,6 +44,7 @@ class ExecutorSettings:
     num_snapshots: int = 0  # so many copies, decided once the model is known
     adapters_folder: Path | None = None
     max_adapter_rank: int = 64
+    pooling: str = "auto"  # of embeddings; auto: as sentence-transformers' files say
     peak_gb_per_s: float = 0.0  # of the device, for the share of the roofline; 0: its data sheet's, or measured
     peak_tflops: float = 0.0
     tune: str = "auto"  # auto, off or seconds: executor/tune.py
@@ -105,6 +106,7 @@ def executor_settings(config: Config, device: torch.device | None = None, rank: 
         memory_fraction=config.cache.memory_fraction,
         swap_bytes=int(config.cache.swap_gib * (1 << 30)) // size if config.scheduler.preemption == "swap" else 0,
         chunked_prefill=config.scheduler.chunked_prefill,
+        pooling=config.model.pooling,
         cuda_graphs=config.engine.cuda_graphs,
         deterministic=config.engine.deterministic,
         threads=threads,

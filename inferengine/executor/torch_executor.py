@@ -22,7 +22,7 @@ from inferengine.errors import ConfigError
 from inferengine.executor.cpu_step import Threads, forward_on_cpu
 from inferengine.executor.cuda_graphs import DecodeGraphs, MixedGraphs, MixedShape
 from inferengine.executor.draft_model import DraftModel
-from inferengine.executor.load import LoadedModel, load_draft_model, load_model
+from inferengine.executor.load import LoadedModel, load_dense, load_draft_model, load_model
 from inferengine.executor.memory.kv_cache import KVCache, zeros
 from inferengine.executor.memory.measure import size_cache, swap_times
 from inferengine.executor.memory.plan import context_length, device_memory, with_states, with_whole_prompts
@@ -88,6 +88,7 @@ class TorchExecutor:
         self.implementation = "" if self.config.implementation == "native" else self.config.implementation
         if self.model.is_slow_after_states and not settings.snapshot_bytes:  # what follows a prefix would be as slow
             settings = replace(settings, prefix_caching=False)
+        self.dense = load_dense(settings, self.config.hidden_size, self.device)
         settings = with_states(settings, self.config, device_memory(self.device))
         settings = self.settings = with_whole_prompts(settings, self.config)
         self.threads = Threads(self.config, settings.threads) if self.device.type == "cpu" else None
@@ -107,7 +108,7 @@ class TorchExecutor:
             vocab_size=self.config.vocab_size,
             swap_block_s=swap_block_s,
             prefill_token_s=prefill_token_s,
-            embedding_size=self.config.hidden_size,
+            embedding_size=len(self.dense[-1].weight) if self.dense else self.config.hidden_size,
             max_forced_rows=FORCED_ROWS_ON_CPU if settings.device.type == "cpu" else 0,
             has_draft_model=settings.draft_folder is not None,
             has_states=bool(self.config.states),
@@ -148,7 +149,7 @@ class TorchExecutor:
         self.decode_runner = None
         if self.device.type == "cpu" and self.communicator is None:
             self.decode_runner = decode_runner(self.model, self.config, self.dtype, dtype)
-        self.pooling = Pooling(self.slots.num_slots + 1, self.config.hidden_size, self.device)
+        self.pooling = Pooling(self.slots.num_slots + 1, self.config.hidden_size, self.device, self.dense)
 
     def _bind_states(self) -> None:
         """Allocate the states of all slots and snapshots and bind them to the model. A row that begins its sequence

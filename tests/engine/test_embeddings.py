@@ -104,8 +104,8 @@ def test_a_model_that_makes_embeddings_alone_generates_nothing() -> None:
         assert "generation" in raw.welcome.model.without
         raw.ask()
         reject = raw.expect(Reject)
-        assert (reject.code, reject.field) == ("unsupported", "reply")
-        assert "this model makes embeddings alone" in reject.message
+        assert (reject.code, reject.field) == ("unsupported", "model")
+        assert "makes embeddings alone" in reject.message
         raw.ask(reply="embedding", stream=3)
         assert read(raw, 3)[1] == simulated_embedding(5, False, SIZE)
         check_idle(built)

@@ -57,7 +57,8 @@ def test_pooling_stands_where_the_modules_say(tmp_path: Path) -> None:
     [
         (CLS, None, "asks for pooling_mode_cls_token"),
         (LAST | MEAN, None, "asks for pooling_mode_lasttoken, pooling_mode_mean_tokens"),
-        (LAST, ["Transformer", "Pooling", "Dense"], "a module Dense that is not computed"),
+        (LAST, ["Transformer", "Pooling", "WordWeights"], "a module WordWeights that is not computed"),
+        (LAST, ["Transformer", "Dense", "Pooling"], "a module Dense that is not computed"),
     ],
 )
 def test_what_is_not_computed_is_refused_unless_the_configuration_decides(
@@ -71,5 +72,5 @@ def test_what_is_not_computed_is_refused_unless_the_configuration_decides(
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("[1]", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"modules\.json or 1_Pooling/config\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"modules\.json, or a file that it names, cannot be read"):
         pooling_of(Config(), tmp_path)
