@@ -27,7 +27,7 @@ MAX_LISTED = 2**19  # entries of any list that are looked at one by one: more th
 MAX_BIASED = MAX_LISTED // 8
 STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": {"limit": "max_stop_characters"}}
 _OUTSIDE = "token id N is outside the vocabulary of V"
-POOLINGS = ("last", "mean")  # which final hidden states make a prompt's embedding: the last token's, or the mean
+POOLINGS = ("last", "mean", "cls")  # what final hidden states make an embedding: the last's, their mean, the first's
 
 Count = Annotated[int, Meta(ge=0, le=MAX_SEED)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_SEED)]

@@ -379,7 +379,7 @@ class EmbeddingsFields(msgspec.Struct, frozen=True):
         Positive | None, about("keep so many values, of length 1 again; at most what the model has")
     ] = None
     pooling: Annotated[
-        Literal[POOLINGS] | None, about("of the final hidden states the last token's, or the mean")  # type: ignore[valid-type]
+        Literal[POOLINGS] | None, about("of the final hidden states the last token's, the first's (cls), or the mean")  # type: ignore[valid-type]
     ] = None
     user: Annotated[str | None, about("accepted and ignored")] = None
 

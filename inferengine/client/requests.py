@@ -490,7 +490,7 @@ class SubmitOptions(TypedDict, total=False):
     deadline_s: float | None  # from now
     detached: bool  # runs on when its clients are gone
     reply: str  # tokens, text, both or embedding
-    pooling: str  # of an embedding: last or mean; the engine's without
+    pooling: str  # of an embedding: last, mean or cls; the engine's without
     label: str  # for the logs
     grammar: GrammarSpec | None
     note: bytes  # kept by the engine, and sent to every client that attaches

@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 
 from inferengine.errors import ConfigError
 
-POOLED = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
+POOLED = {
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+}
 AROUND = ("Transformer", "Normalize", "LogitScore")  # whose files say nothing that is needed
 ACTIVATIONS = {"torch.nn.modules.linear.Identity": "", "torch.nn.modules.activation.Tanh": "tanh"}
 
@@ -25,7 +29,7 @@ class DenseModule(NamedTuple):
 
 
 class EmbeddingModules(NamedTuple):
-    """`pooling`: last or mean; None: the files do not say. `dense`: in their order."""
+    """`pooling`: last, mean or cls; None: the files do not say. `dense`: in their order."""
 
     pooling: str | None = None
     dense: tuple[DenseModule, ...] = ()
@@ -69,4 +73,4 @@ def _dense(folder: Path) -> DenseModule:
 
 
 def _not_pooled(what: str) -> ConfigError:
-    return ConfigError("model.pooling", f"{what}: set it to last or mean to serve the model without that")
+    return ConfigError("model.pooling", f"{what}: set it to last, mean or cls to serve the model without that")

@@ -73,9 +73,10 @@ class ModelConfig:
     )
     pooling: str = _key(
         "auto",
-        "embeddings: the last token's final hidden state, or the mean over the prompt; auto: as the model's own "
+        "embeddings: the final hidden state of the last token, or of the first (cls), or the mean over the prompt; "
+        "auto: as the model's own "
         "files for sentence-transformers say, with the layers behind it, else last",
-        ("auto", "last", "mean"),
+        ("auto", "last", "mean", "cls"),
     )
     adapters: str = _key(
         "", "folder of LoRA adapters, one sub-folder each; each is served as a model of its sub-folder's name"

@@ -63,7 +63,8 @@ class SnapshotWrite(NamedTuple):
 
 
 class PooledRow(NamedTuple):
-    """A row whose final hidden states go into an embedding: those of all its tokens (`mean`), or of its last alone.
+    """A row whose final hidden states go into an embedding: those of all its tokens (`mean`), of the prompt's first
+    (`mean` and `first`), or of its last alone.
 
     A mean is gathered by slot over the chunks of a prompt, of which the first starts at 0. With `ends` the row reaches
     the end of its prompt, and the vector is due.
@@ -72,6 +73,7 @@ class PooledRow(NamedTuple):
     row: int
     mean: bool
     ends: bool
+    first: bool = False
 
 
 class StepPlan(NamedTuple):

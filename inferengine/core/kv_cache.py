@@ -557,7 +557,7 @@ class KVCacheManager:
         The last token is never part of it: its computation gives the next token, or the embedding.
         """
         request = sequence.request
-        wants_all = request.params.prompt_logprobs is not None or request.pooling == "mean"
+        wants_all = request.params.prompt_logprobs is not None or request.gathers
         if not self.prefix_caching or wants_all:
             return PrefixHit(0, [[] for _ in self.groups], [])
         memo = sequence.block_hashes  # a waiting sequence is looked up at every step: hash each block once

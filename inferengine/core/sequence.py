@@ -72,12 +72,17 @@ class Request:
     adapter: int = 0  # LoRA adapter on the device; 0: the model as it is
     emitted_ids: SequenceOf[int] = ()  # output of an engine before this one, which this request continues
     prediction_ids: SequenceOf[int] = ()  # what the output will probably be, to draft tokens from
-    pooling: str | None = None  # "last" or "mean": an embedding request, which has max_tokens 0
+    pooling: str | None = None  # one of POOLINGS: an embedding request, which has max_tokens 0
 
     @property
     def num_prompt(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt_ids)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether its embedding is gathered over all steps of its prompt, which none may skip."""
+        return self.pooling in ("mean", "cls")
 
     @property
     def wants_logprobs(self) -> bool:

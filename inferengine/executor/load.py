@@ -75,7 +75,8 @@ def load_dense(settings: ExecutorSettings, hidden_size: int, device: torch.devic
 
 def _not_dense(folder: Path, what: str) -> ConfigError:
     return ConfigError(
-        "model.pooling", f"{folder.name} of modules.json {what}: set it to last or mean to serve the model without it"
+        "model.pooling",
+        f"{folder.name} of modules.json {what}: set it to last, mean or cls to serve the model without it",
     )
 
 

@@ -7,10 +7,10 @@ Those of prompt tokens need the logits of positions that nothing is drawn from; 
 time, because the logits of a whole prompt may be larger than the free memory.
 
 Embeddings: the final hidden states of a prompt (after the final norm) pooled into one vector of length 1. `last`
-pooling takes the state of the prompt's last token, `mean` the mean over all tokens. A mean is gathered over the chunks
-of a prompt as a sum by slot. Each prompt is summed by itself in fp32, so that a vector does not depend on what else is
-in the step. Some models have linear layers behind the pooling. Definitions as in sentence-transformers' `Pooling`,
-`Dense` and `Normalize`.
+pooling takes the state of the prompt's last token, `cls` that of its first, `mean` the mean over all tokens. A mean is
+gathered over the chunks of a prompt as a sum by slot. Each prompt is summed by itself in fp32, so that a vector does
+not depend on what else is in the step. Some models have linear layers behind the pooling. Definitions as in
+sentence-transformers' `Pooling`, `Dense` and `Normalize`.
 """
 
 from __future__ import annotations
@@ -98,12 +98,13 @@ class Pooling:
             states.append(model.norm(hidden.index_select(0, self._upload(places))).float())
         means = [item for item in pooled if item.mean]
         for item in means:
-            self._gather(model, hidden, columns, item.row)
-        if full := [item.row for item in means if item.ends]:
-            slots = columns.row_slot[full].astype(np.int64)
-            counts = (columns.row_len[full].astype(np.float32))[:, None]
-            states.append(self._all_sums().index_select(0, self._upload(slots)) / self._upload(counts))
-            ending += full
+            self._gather(model, hidden, columns, item)
+        if full := [item for item in means if item.ends]:
+            rows = [item.row for item in full]
+            counts = [1.0 if item.first else float(columns.row_len[item.row]) for item in full]
+            sums = self._all_sums().index_select(0, self._upload(columns.row_slot[rows].astype(np.int64)))
+            states.append(sums / self._upload(np.array(counts, dtype=np.float32)[:, None]))
+            ending += rows
         if not states:
             return PooledStates([], None)
         found = torch.cat(states)
@@ -112,12 +113,17 @@ class Pooling:
             found = found.tanh_() if layer.activation else found
         return PooledStates(ending, functional.normalize(found, dim=-1))
 
-    def _gather(self, model: DecoderModel, hidden: torch.Tensor, columns: StepColumns, row: int) -> None:
-        """Add the states of a row's tokens to its slot's sum, which starts at zero with the prompt."""
-        sums = self._all_sums()[int(columns.row_slot[row])]
-        begin, end = int(columns.query_start[row]), int(columns.query_start[row + 1])
-        if columns.row_start[row] == 0:
+    def _gather(self, model: DecoderModel, hidden: torch.Tensor, columns: StepColumns, item: PooledRow) -> None:
+        """Add the states of a row's tokens, or of the prompt's first one, to its slot's sum, which starts at zero with
+        the prompt."""
+        sums = self._all_sums()[int(columns.row_slot[item.row])]
+        begin, end = int(columns.query_start[item.row]), int(columns.query_start[item.row + 1])
+        if columns.row_start[item.row] == 0:
             sums.zero_()
+        elif item.first:
+            return
+        if item.first:
+            end = begin + 1
         for first in range(begin, end, STATES_AT_ONCE):
             normed = model.norm(hidden[first : min(first + STATES_AT_ONCE, end)])
             sums += normed.sum(0, dtype=torch.float32)

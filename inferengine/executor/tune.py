@@ -400,9 +400,10 @@ def experts_of(model: DecoderModel, settings: ExecutorSettings, dtype: torch.dty
 
 
 def _attentions(model: DecoderModel) -> list[Attention]:
-    """Return the layers that have keys of their own: one that reads an earlier one's takes what was measured of that
-    one."""
-    return [module for module in model.modules() if isinstance(module, Attention) and module.new_keys.has_keys]
+    """Return the layers that have keys of their own and attend by kernels: one that reads an earlier one's keys takes
+    what was measured of that one."""
+    found = (module for module in model.modules() if isinstance(module, Attention))
+    return [module for module in found if module.is_causal and module.new_keys.has_keys]
 
 
 def _mixtures(model: DecoderModel) -> list[MoeMLP]:

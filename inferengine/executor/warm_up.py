@@ -182,13 +182,15 @@ def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
 
     config, max_rows = runner.config, runner.settings.max_num_seqs
     dtype = runner.settings.compute_dtype(config)
-    dims = {config.kv_shape(window).head_dim for window in config.windows}
+    # Attention that sees later tokens is torch's: it has no classes.
+    dims = {config.kv_shape(window).head_dim for window in config.windows} if config.is_causal else set()
+    decode_rows = decode_row_classes(config, runner.kv, dtype, max_rows) if config.is_causal else ()
     return kernel_class_plans(
         runner.slots.num_slots,
         len(runner.kv.groups),
         max_rows=max_rows,
         max_tokens=min(runner.settings.max_num_batched_tokens, runner.slots.tokens.shape[1] - 1),
-        decode_rows=decode_row_classes(config, runner.kv, dtype, max_rows),
+        decode_rows=decode_rows,
         more_chunks=(
             *measured_rows(),
             *(() if config.latent is not None else sorted({hopper_prefill_config(dim).min_tokens for dim in dims})),

@@ -118,6 +118,7 @@ class DecoderConfig:
     qkv_interleaved: bool = False  # stored head by head, each with its query, key and value (GPT-NeoX)
     query_scaling: tuple[float, int] | None = None  # (beta, original context): 1 + beta * log(1 + position // context)
     learned_positions: int | None = None  # a table of positions, beginning with so many rows that no position has
+    token_types: int = 0  # rows of a table of which every token has the first added (BERT)
     moe: MoeConfig | None = None
     sinks: bool = False  # each head has a score that takes its share of attention and stands for no key
     no_rope_layers: tuple[int, ...] = ()  # layers without rotation

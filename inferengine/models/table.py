@@ -365,6 +365,23 @@ FAMILIES = (
         (3, 23.6),
         "Voxtral: its text model",
     ),
+    Family(
+        "BertModel",
+        "families.bert",
+        "bert",
+        (0.023, 0.11, 0.335),
+        "BERT, embeddings: BGE, E5, GTE, MiniLM, Arctic Embed",
+        checkpoints="floats",
+    ),
+    Family("RobertaModel", "families.bert", "roberta", (0.125, 0.355), "RoBERTa, embeddings", checkpoints="floats"),
+    Family(
+        "XLMRobertaModel",
+        "families.bert",
+        "xlm-roberta",
+        (0.278, 0.56),
+        "XLM-RoBERTa, embeddings: BGE-M3 (dense), multilingual E5",
+        checkpoints="floats",
+    ),
     Family("GPT2LMHeadModel", "families.gpt2", "gpt2", (0.124, 0.355, 0.774, 1.56), "GPT-2", checkpoints="floats"),
 )
 

@@ -140,7 +140,7 @@ class Submit(Body, frozen=True):
     grammar: Annotated[tuple[str | None, ...], _FEW] | None = None  # kind, source, pattern of white space
     note: Note = b""  # metadata that the engine keeps, and returns to clients that attach
     adapter: Name = ""  # LoRA adapter, by name
-    pooling: Name = ""  # of an embedding: last or mean; empty: the engine's
+    pooling: Name = ""  # of an embedding: last, mean or cls; empty: the engine's
     traceparent: Name = ""  # W3C's, of the span that this request is a part of
     # The output so far of each choice, u32[]; None for a choice that has ended.
     resume: Annotated[tuple[bytes | None, ...], _FEW] | None = None

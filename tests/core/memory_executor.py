@@ -179,7 +179,7 @@ class MemoryExecutor:
         """Return the "embedding" of a prompt: the checksums at its positions, as the KV of the full group has them."""
         vectors: dict[int, bytes] = {}
         size, blocks = self.capacity.block_size, self.blocks[0]
-        for row, mean, ends in plan.pooled:
+        for row, mean, ends, is_first in plan.pooled:
             slot, start, count = plan.slots[row], plan.starts[row], plan.counts[row]
             if plan.samples[row]:
                 raise AssertionError(f"slot {slot} is to give a token and a vector")
@@ -190,7 +190,8 @@ class MemoryExecutor:
                     raise AssertionError(f"slot {slot} has gathered {len(self.gathered[slot])} positions, not {start}")
                 self.gathered[slot] += states
             if ends:
-                vectors[row] = array("q", self.gathered[slot] if mean else states[-1:]).tobytes()
+                gathered = self.gathered[slot][:1] if is_first else self.gathered[slot]
+                vectors[row] = array("q", gathered if mean else states[-1:]).tobytes()
         return vectors
 
     def _draft(self, slot: int, start: int, count: int) -> None:

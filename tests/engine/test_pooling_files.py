@@ -16,6 +16,7 @@ TYPES = "sentence_transformers.models."
 LAST = {"pooling_mode_lasttoken": True, "word_embedding_dimension": 8}
 MEAN = {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 8}
 CLS = {"pooling_mode_cls_token": True, "word_embedding_dimension": 8}
+MAX = {"pooling_mode_max_tokens": True, "word_embedding_dimension": 8}
 
 
 def folder_of(
@@ -36,6 +37,7 @@ def folder_of(
         (None, None, "last"),
         (LAST, None, "last"),
         (MEAN, None, "mean"),
+        (CLS, None, "cls"),
         (
             LAST | {"pooling_mode_mean_tokens": False, "include_prompt": True},
             ["Transformer", "Pooling", "Normalize"],
@@ -55,7 +57,7 @@ def test_pooling_stands_where_the_modules_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pooling", "modules", "words"),
     [
-        (CLS, None, "asks for pooling_mode_cls_token"),
+        (MAX, None, "asks for pooling_mode_max_tokens"),
         (LAST | MEAN, None, "asks for pooling_mode_lasttoken, pooling_mode_mean_tokens"),
         (LAST, ["Transformer", "Pooling", "WordWeights"], "a module WordWeights that is not computed"),
         (LAST, ["Transformer", "Dense", "Pooling"], "a module Dense that is not computed"),

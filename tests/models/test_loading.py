@@ -239,7 +239,6 @@ def test_an_index_names_no_file_outside_the_folder(tmp_path):
             {"architectures": ["MambaForCausalLM"]},
             "MambaForCausalLM is not supported: 'llama' is served as LlamaForCausalLM",
         ),
-        ({"is_causal": False}, "is_causal = false is not supported"),
         ({"architectures": [["LlamaForCausalLM"]]}, "is not supported"),
         ({"dtype": 16}, "dtype = '16'"),
         ({"dtype": "float8_e4m3fn"}, "dtype = 'float8_e4m3fn'"),

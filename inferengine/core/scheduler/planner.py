@@ -51,7 +51,7 @@ def choose_preemption_mode(policy: str, sequence: Sequence, swap: SwapSpace, cap
     """Return how this sequence makes room under a policy of PREEMPTION_POLICIES."""
     if policy == "reject":
         return PreemptionMode.REJECT
-    gathers = sequence.request.pooling == "mean"  # its partial mean is kept by slot, not in its blocks
+    gathers = sequence.request.gathers  # its partial mean is kept by slot, not in its blocks
     if capacity.has_states:  # which no host block would hold
         return PreemptionMode.RECOMPUTE
     if policy == "swap" and sequence.num_computed and not gathers and swap.has_room(sequence):
@@ -274,8 +274,9 @@ class StepBuilder:
             sequence.num_computed += self.counts[row]
             draws = sequence.num_computed >= len(sequence.tokens) + sequence.num_inflight
             if sequence.request.pooling is not None:
-                if draws or sequence.request.pooling == "mean":
-                    self.pooled.append(PooledRow(row, sequence.request.pooling == "mean", draws))
+                gathers, is_first = sequence.request.gathers, sequence.request.pooling == "cls"
+                if draws or gathers:
+                    self.pooled.append(PooledRow(row, gathers, draws, is_first))
                 draws = False
             samples.append(draws)
             if draws:

@@ -549,7 +549,7 @@ class Scheduler:
         """
         finished: list[Finished] = []
         vectors = result.embeddings or {}
-        for row, _, ends in scheduled.plan.pooled:
+        for row, _, ends, _ in scheduled.plan.pooled:
             sequence = scheduled.rows[row]
             if not ends or sequence.status is SequenceStatus.FINISHED:
                 continue

@@ -305,7 +305,7 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
         token_s = _token_s(whole, values, settings, dtype)
         sizes = settings.max_num_seqs, settings.max_num_batched_tokens
         shapes = shapes_to_capture(*sizes, token_s, launches_s(whole, settings.tensor_parallel))
-        if settings.cuda_graphs and config.implementation == "native":
+        if settings.cuda_graphs and config.implementation == "native" and config.is_causal:
             graphs = graph_bytes(config, settings, dtype, shapes)
         taken = weights + draft_weights + activations + slots + states + snapshots + context + graphs
         budget = device_budget_bytes(device_bytes, settings.memory_fraction, taken)

@@ -1,0 +1,121 @@
+"""BERT and its like: vectors are transformers', in every pooling, and what a checkpoint may hold besides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from inferengine.errors import ConfigError
+from inferengine.executor.load import dry_run
+from inferengine.sampling_params import POOLINGS
+from tests.executor.engine import Engine
+from tests.executor.test_embeddings import prompts_of
+from tests.models.checkpoints import make_model, save
+
+SHAPES = {
+    "vocab_size": 301,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.25,
+}
+# name -> (transformers' classes of config and model, what differs)
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("BertConfig", "BertModel", {}),
+    "bert, one token type": ("BertConfig", "BertModel", {"type_vocab_size": 1, "hidden_act": "gelu_new"}),
+    "roberta": ("RobertaConfig", "RobertaModel", {"pad_token_id": 1}),
+    "xlm-roberta": ("XLMRobertaConfig", "XLMRobertaModel", {"pad_token_id": 1, "type_vocab_size": 1}),
+}
+
+
+def make(name: str, folder: Path) -> Any:
+    """Save transformers' model with seeded random weights; its biases and norms are random too."""
+    config_class, model_class, values = CASES[name]
+    config = getattr(transformers, config_class)(**{**SHAPES, **values})
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def reference(model: Any, prompt: list[int], pooling: str) -> torch.Tensor:
+    with torch.inference_mode():
+        states = model(torch.tensor([prompt])).last_hidden_state[0]
+    vector = {"cls": states[0], "last": states[-1], "mean": states.mean(0)}[pooling]
+    return vector / vector.norm()
+
+
+def ids(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
+    """Return prompts without the padding's token, behind which RoBERTa's positions would not move on."""
+    return [[token if token > 1 else 7 for token in prompt] for prompt in prompts_of(lengths, seed)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vectors_are_transformers(name: str, tmp_path: Path) -> None:
+    model = make(name, tmp_path)
+    engine = Engine(tmp_path, budget=96, chunked_prefill=False, prefix_caching=False)
+    longest = engine.capacity.max_model_len
+    assert longest == 64 - (2 if "roberta" in name else 0)
+    wanted = {
+        engine.embed(prompt, pooling): (prompt, pooling)
+        for prompt in ids((3, 41, 17, 1, 30, longest))
+        for pooling in POOLINGS
+    }
+    engine.run()
+    for uid, (prompt, pooling) in wanted.items():
+        vector = torch.tensor(engine.embeddings[uid])
+        assert (vector - reference(model, prompt, pooling)).norm() < 1e-4, (len(prompt), pooling)
+
+
+@pytest.mark.parametrize("budget", [64, 7])
+def test_the_first_tokens_state_of_a_causal_model_is_kept_over_chunks(budget: int, tmp_path: Path) -> None:
+    model = make_model("qwen3")
+    engine = Engine(save(model, tmp_path), budget=budget)
+    prompts = prompts_of((41, 3, 17))
+    uids = [engine.embed(prompt, "cls") for prompt in prompts * 2]
+    engine.run()
+    for uid, prompt in zip(uids, prompts * 2, strict=True):
+        with torch.inference_mode():
+            state = model.base_model(torch.tensor([prompt]), use_cache=False).last_hidden_state[0, 0]
+        assert (torch.tensor(engine.embeddings[uid]) - state / state.norm()).norm() < 1e-4
+        assert engine.finished[uid].num_cached == 0, "the first token is part of any prefix"
+
+
+def test_a_pooler_old_buffers_and_a_prefix_are_passed_over(tmp_path: Path) -> None:
+    make("bert", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("pooler.") for name in tensors)
+    counted = {name: value for name, value in tensors.items() if not name.startswith("pooler.")}
+    stored = {f"bert.{name}": value for name, value in tensors.items()}
+    stored["bert.embeddings.position_ids"] = torch.arange(64)[None]
+    save_file(stored, tmp_path / "model.safetensors")
+    assert dry_run(tmp_path) == sum(value.numel() for value in counted.values())
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"is_decoder": True}, "is_decoder"),
+        ({"hidden_act": "silu"}, "hidden_act"),
+        ({"num_attention_heads": 5}, "does not divide"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(values: dict[str, Any], words: str, tmp_path: Path) -> None:
+    make("bert", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    with pytest.raises(ConfigError, match=words):
+        dry_run(tmp_path)
