@@ -271,6 +271,8 @@ class LLM:
         Raises InvalidRequest naming the field of the first prompt that cannot run (then nothing has run), and
         InferEngineError when computing one fails.
         """
+        if self.capacity.scores:
+            raise InvalidRequest("prompts", "the model scores pairs of texts: POST /v1/rerank", code="unsupported")
         pooling = pooling or self._pooling
         if pooling not in POOLINGS:
             raise InvalidRequest("pooling", f"must be one of {', '.join(POOLINGS)}")

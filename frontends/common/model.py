@@ -143,6 +143,11 @@ class ServedModel:
         """The name under which the model is served."""
         return self.info.name
 
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether its vectors are no embeddings but scores of pairs of texts, one number each."""
+        return "embeddings" in self.info.without and self.info.embedding_size == 1
+
     def adapter_of(self, name: str | None) -> str | None:
         """Return the LoRA adapter of a model name, "" for the model itself, None for a name that is not served."""
         if not name or name == self.name:

@@ -587,7 +587,7 @@ def _can_think(served: ServedModel, config: Config) -> bool:
 
 async def _embed(ask: _Ask, texts: Sequence[str], field: str, *, truncate: bool) -> list[Embedding]:
     served, config = ask.served, ask.config
-    if not served.info.embedding_size:
+    if not served.info.embedding_size or served.scores_pairs:
         raise InferEngineError("unsupported", f'"{ask.model}" does not support embeddings')
     engines = ask.service.engines_for(ask.request, served, detachable=False)
     if not texts:

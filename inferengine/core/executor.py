@@ -172,6 +172,7 @@ class Capacity(NamedTuple):
     has_draft_model: bool = False  # whether it can make draft tokens itself (StepPlan.device_drafts)
     has_states: bool = False  # beside its KV a slot has a state, of its latest token alone: no block holds it
     is_causal: bool = True  # False: a prompt is computed in one step, and gives an embedding, never tokens
+    scores: bool = False  # what it makes is no embedding but the score of a pair of texts, one number
     num_snapshots: int = 0  # copies of states that it can keep; 0: prefixes of a model with states are not cached
 
 

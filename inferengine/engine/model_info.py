@@ -5,6 +5,7 @@ Reads small files only, in milliseconds, so that a wrong path is reported before
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,17 @@ def pooling_of(config: Config, folder: Path) -> str:
     ConfigError where those ask for what is not computed."""
     if config.model.pooling != "auto":
         return config.model.pooling
-    return read_embedding_modules(folder).pooling or "last"
+    found = read_embedding_modules(folder).pooling
+    return found or ("cls" if _has_classifier(folder) else "last")
+
+
+def _has_classifier(folder: Path) -> bool:
+    """Return whether a head of the checkpoint reads the first token's state, as rerankers' do."""
+    try:
+        names = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+        return str(names[0]).endswith("ForSequenceClassification")
+    except (OSError, ValueError, RecursionError, TypeError, LookupError):  # the executor says what is wrong with it
+        return False
 
 
 def _eos_ids(values: dict[str, Any]) -> tuple[int, ...]:

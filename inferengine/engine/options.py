@@ -56,7 +56,8 @@ def unused_features(capacity: Capacity) -> tuple[str, ...]:
     """Return what the engine has and the model cannot use: some of it where it keeps a state of every request, more
     where its tokens see later ones."""
     if not capacity.is_causal:
-        return ("generation", "prefix_caching", "speculation", "swap")
+        unused = ("generation", "prefix_caching", "speculation", "swap")
+        return ("embeddings", *unused) if capacity.scores else unused
     if not capacity.has_states:
         return ()
     return ("speculation", "swap") if capacity.num_snapshots else ("prefix_caching", "speculation", "swap")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -71,6 +71,13 @@ def load_dense(settings: ExecutorSettings, hidden_size: int, device: torch.devic
         found.append(DenseWeights(wide["linear.weight"], wide.get("linear.bias"), module.activation))
         width = module.outputs
     return found
+
+
+def score_layers(model: DecoderModel) -> list[DenseWeights]:
+    """Return the layers that make a score of a pooled state, of a model that has such a head."""
+    head: Any = model.score
+    layers = ((head.dense, "tanh"), (head.out, ""))
+    return [DenseWeights(layer.weight.data.float(), layer.bias.data.float(), name) for layer, name in layers]
 
 
 def _not_dense(folder: Path, what: str) -> ConfigError:

@@ -79,11 +79,19 @@ class DenseWeights(NamedTuple):
 class Pooling:
     """Holds the sums of prompts that are partly computed, [S, E] fp32 by slot; allocated on first use."""
 
-    def __init__(self, num_slots: int, size: int, device: torch.device, dense: SequenceOf[DenseWeights] = ()) -> None:
-        """`dense`: layers that each pooled state passes."""
+    def __init__(
+        self,
+        num_slots: int,
+        size: int,
+        device: torch.device,
+        dense: SequenceOf[DenseWeights] = (),
+        *,
+        is_normed: bool = True,
+    ) -> None:
+        """`dense`: layers that each pooled state passes. `is_normed`: vectors get length 1; scores do not."""
         self._shape = (num_slots, size)
         self._device = device
-        self._dense = dense
+        self._dense, self._is_normed = dense, is_normed
         self._sums: torch.Tensor | None = None
 
     def compute(
@@ -111,7 +119,7 @@ class Pooling:
         for layer in self._dense:
             found = functional.linear(found, layer.weight, layer.bias)
             found = found.tanh_() if layer.activation else found
-        return PooledStates(ending, functional.normalize(found, dim=-1))
+        return PooledStates(ending, functional.normalize(found, dim=-1) if self._is_normed else found)
 
     def _gather(self, model: DecoderModel, hidden: torch.Tensor, columns: StepColumns, item: PooledRow) -> None:
         """Add the states of a row's tokens, or of the prompt's first one, to its slot's sum, which starts at zero with

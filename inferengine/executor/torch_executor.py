@@ -22,7 +22,7 @@ from inferengine.errors import ConfigError
 from inferengine.executor.cpu_step import Threads, forward_on_cpu
 from inferengine.executor.cuda_graphs import DecodeGraphs, MixedGraphs, MixedShape
 from inferengine.executor.draft_model import DraftModel
-from inferengine.executor.load import LoadedModel, load_dense, load_draft_model, load_model
+from inferengine.executor.load import LoadedModel, load_dense, load_draft_model, load_model, score_layers
 from inferengine.executor.memory.kv_cache import KVCache, zeros
 from inferengine.executor.memory.measure import size_cache, swap_times
 from inferengine.executor.memory.plan import context_length, device_memory, with_states, with_whole_prompts
@@ -88,7 +88,10 @@ class TorchExecutor:
         self.implementation = "" if self.config.implementation == "native" else self.config.implementation
         if self.model.is_slow_after_states and not settings.snapshot_bytes:  # what follows a prefix would be as slow
             settings = replace(settings, prefix_caching=False)
-        self.dense = load_dense(settings, self.config.hidden_size, self.device)
+        if self.config.scores:
+            self.dense = score_layers(self.model)
+        else:
+            self.dense = load_dense(settings, self.config.hidden_size, self.device)
         settings = with_states(settings, self.config, device_memory(self.device))
         settings = self.settings = with_whole_prompts(settings, self.config)
         self.threads = Threads(self.config, settings.threads) if self.device.type == "cpu" else None
@@ -113,6 +116,7 @@ class TorchExecutor:
             has_draft_model=settings.draft_folder is not None,
             has_states=bool(self.config.states),
             is_causal=self.config.is_causal,
+            scores=self.config.scores,
             num_snapshots=settings.num_snapshots,
         )
         if settings.draft_folder is not None:
@@ -149,7 +153,13 @@ class TorchExecutor:
         self.decode_runner = None
         if self.device.type == "cpu" and self.communicator is None:
             self.decode_runner = decode_runner(self.model, self.config, self.dtype, dtype)
-        self.pooling = Pooling(self.slots.num_slots + 1, self.config.hidden_size, self.device, self.dense)
+        self.pooling = Pooling(
+            self.slots.num_slots + 1,
+            self.config.hidden_size,
+            self.device,
+            self.dense,
+            is_normed=not self.config.scores,
+        )
 
     def _bind_states(self) -> None:
         """Allocate the states of all slots and snapshots and bind them to the model. A row that begins its sequence

@@ -136,6 +136,7 @@ class DecoderConfig:
     implementation: str = "native"  # whose layers compute the model: native | transformers
     states: tuple[StateTensor, ...] = ()  # that no block of the KV cache holds
     is_causal: bool = True  # False: tokens see later ones too; the model makes embeddings alone
+    scores: bool = False  # a head makes one number of the first token's state, for a pair of texts, and no embedding
 
     @property
     def is_plain(self) -> bool:

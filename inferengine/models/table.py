@@ -366,6 +366,22 @@ FAMILIES = (
         "Voxtral: its text model",
     ),
     Family(
+        "RobertaForSequenceClassification",
+        "families.bert",
+        "roberta",
+        (0.125, 0.355),
+        "RoBERTa with one label: rerankers",
+        checkpoints="floats",
+    ),
+    Family(
+        "XLMRobertaForSequenceClassification",
+        "families.bert",
+        "xlm-roberta",
+        (0.278, 0.56),
+        "XLM-RoBERTa with one label: BGE rerankers",
+        checkpoints="floats",
+    ),
+    Family(
         "BertModel",
         "families.bert",
         "bert",

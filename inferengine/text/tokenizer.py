@@ -309,6 +309,19 @@ class Tokenizer:
             return ids
         return [token_id for part in self.parts(text, add_special_tokens) for token_id in part]
 
+    def pair_frame(self) -> tuple[list[int], list[int], list[int]] | None:
+        """Return the special tokens before, between and after the texts of a pair. None where they cannot be
+        distinguished from the texts' own."""
+        probe = "a b"
+        plain: list[int] = self._fast.encode(probe, add_special_tokens=False).ids
+        whole: list[int] = self._fast.encode(probe, probe, add_special_tokens=True).ids
+        size = len(plain)
+        places = [at for at in range(len(whole) - size + 1) if whole[at : at + size] == plain]
+        if len(places) != 2 or not plain:
+            return None
+        first, second = places
+        return whole[:first], whole[first + size : second], whole[second + size :]
+
     def least_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of `text`, without tokenizing it; 0 where none is known."""
         return self._bounds.least_tokens(text)

@@ -374,7 +374,8 @@ class ScriptedEngine:
             output.script = output.script._replace(token_ids=[], reason="stop")
         output.next_s = time.monotonic() + output.script.pause_s
         if output.script.reason == "stop":
-            output.embedding = simulated_embedding(output.prompt_tokens, message.pooling == "mean", EMBEDDING_SIZE)
+            size = self.info.embedding_size
+            output.embedding = simulated_embedding(output.prompt_tokens, message.pooling == "mean", size)
 
     def _join(self, peer: bytes, stream: int, job: Job, cursors: tuple[int, ...], *, attached: bool) -> None:
         """Subscribe a peer to the choices of a job and tell it so."""

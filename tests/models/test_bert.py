@@ -11,6 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from inferengine.config import Config
+from inferengine.engine.model_info import pooling_of
+from inferengine.engine.options import unused_features
 from inferengine.errors import ConfigError
 from inferengine.executor.load import dry_run
 from inferengine.sampling_params import POOLINGS
@@ -91,6 +94,44 @@ def test_the_first_tokens_state_of_a_causal_model_is_kept_over_chunks(budget: in
             state = model.base_model(torch.tensor([prompt]), use_cache=False).last_hidden_state[0, 0]
         assert (torch.tensor(engine.embeddings[uid]) - state / state.norm()).norm() < 1e-4
         assert engine.finished[uid].num_cached == 0, "the first token is part of any prefix"
+
+
+def make_reranker(folder: Path, labels: int = 1, **values: Any) -> Any:
+    """Save a cross-encoder with seeded random weights."""
+    config = transformers.XLMRobertaConfig(**{**SHAPES, "pad_token_id": 1, "type_vocab_size": 1, **values})
+    config.num_labels, config._attn_implementation = labels, "eager"
+    torch.manual_seed(0)
+    model = transformers.XLMRobertaForSequenceClassification(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def test_scores_of_a_cross_encoder_are_transformers(tmp_path: Path) -> None:
+    model = make_reranker(tmp_path)
+    engine = Engine(tmp_path, budget=96, chunked_prefill=False, prefix_caching=False)
+    assert (engine.capacity.scores, engine.capacity.embedding_size) == (True, 1)
+    assert unused_features(engine.capacity)[:2] == ("embeddings", "generation")
+    wanted = {engine.embed(prompt, "cls"): prompt for prompt in ids((3, 41, 17, 62))}
+    engine.run()
+    for uid, prompt in wanted.items():
+        with torch.inference_mode():
+            expected = float(model(torch.tensor([prompt])).logits[0, 0])
+        assert abs(engine.embeddings[uid][0] - expected) < 1e-4
+    assert pooling_of(Config(), tmp_path) == "cls"
+
+
+@pytest.mark.parametrize(
+    ("labels", "values", "words"), [(3, {}, "one label"), (1, {"type_vocab_size": 2}, "token types")]
+)
+def test_classifiers_that_are_no_rerankers_are_refused(
+    labels: int, values: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    make_reranker(tmp_path, labels, **values)
+    with pytest.raises(ConfigError, match=words):
+        dry_run(tmp_path)
 
 
 def test_a_pooler_old_buffers_and_a_prefix_are_passed_over(tmp_path: Path) -> None:

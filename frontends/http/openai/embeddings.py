@@ -53,6 +53,8 @@ async def embeddings(request: Request) -> Response:
     refuse_unsupported(body, REFUSED)
     if not served.info.embedding_size:
         raise InferEngineError("unsupported", "This engine gives no embeddings.")
+    if served.scores_pairs:
+        raise InferEngineError("unsupported", "This model scores pairs of texts: ask /v1/rerank or /v1/score.")
     fields = read_fields(EmbeddingsFields, {"input": body.get("input", ""), **body})
     encoding, pooling = fields.encoding_format, fields.pooling or ""
     dimensions = _dimensions(fields.dimensions, served)

@@ -1,7 +1,8 @@
 """Serve POST /v1/rerank (as Cohere and Jina) and POST /v1/score (as vLLM): score how well texts answer a query.
 
 Of a reranker that is a causal model (Qwen3-Reranker) the score of a pair is how much likelier it finds "yes" than "no"
-as the next token of a prompt that asks for it. Of any other model it is the cosine of the two texts' embeddings.
+as the next token of a prompt that asks for it. A cross-encoder (BGE's rerankers) reads both texts at once and gives one
+number, whose sigmoid is the score. Of any other model it is the cosine of the two texts' embeddings.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from frontends.http.bodies import RerankFields, ScoreFields, check_model, read_j
 from frontends.http.openai.embeddings import Inputs, embedding_inputs
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
-from inferengine.client import Submission
+from inferengine.client import Embedding, Submission
 from inferengine.client.requests import error_of
 from inferengine.config import Config
 from inferengine.errors import InferEngineError, InvalidRequest
@@ -143,6 +144,14 @@ async def _score(
         raise InvalidRequest(pairs[0].text_name.partition("[")[0], f"at most {config.limits.max_embedding_inputs}")
     options = read_options(body, config, label=label, continues_prompt=True)
     engines = service.engines_for(request, served, detachable=False)
+    if served.scores_pairs:
+        if instruction is not None:
+            raise InvalidRequest("instruction", "this model was trained without: put it into the query")
+        inputs = await _pair_inputs(engines, served, config, pairs, options)
+        with service.call(inputs, request.receive):
+            numbers = await inputs.collect()
+        values = [_sigmoid(to_floats(one.data)[0]) for one in numbers]
+        return Scores(values, sum(one.prompt_tokens for one in numbers))
     if _asks_yes_or_no(config, served):
         judgements = await _yes_no_inputs(engines, served, config, pairs, instruction or INSTRUCTION, options)
         with service.call(judgements, request.receive):
@@ -165,6 +174,23 @@ async def _score(
 def _asks_yes_or_no(config: Config, served: ServedModel) -> bool:
     mode = config.http.rerank
     return mode == "yes_no" or (mode == "auto" and "rerank" in served.name.lower())
+
+
+async def _pair_inputs(
+    engines: Any, served: ServedModel, config: Config, pairs: Sequence[Pair], options: Options
+) -> Inputs[Embedding]:
+    """Make a call that gives the number of each pair."""
+    frame = served.tokenizer.pair_frame()
+    if frame is None:
+        raise InferEngineError("unsupported", "This model's tokenizer does not say how the texts of a pair are joined.")
+    before, between, after = frame
+    names = {pair.query: pair.query_name for pair in pairs} | {pair.text: pair.text_name for pair in pairs}
+    ids = {
+        text: await served.encode(text, config.limits, name=name, add_special_tokens=False)
+        for text, name in names.items()
+    }
+    prompts = [[*before, *ids[pair.query], *between, *ids[pair.text], *after] for pair in pairs]
+    return embedding_inputs(engines, prompts, [pair.text_name for pair in pairs], "", options)
 
 
 # -- rerankers ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) and XLM-RoBERTa (Conneau et al. 2019): encoders that make
-embeddings. Tokens see each other both ways, positions are learned, and each block's sum is normed."""
+embeddings or, with a head for it, the score of a pair of texts. Tokens see each other both ways, positions are learned,
+and each block's sum is normed."""
 
 from __future__ import annotations
 
@@ -42,6 +43,9 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     config.expect("hidden_act", *ACTIVATIONS)
     for name in ("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout", "tie_word_embeddings"):
         config.value(name)  # of training, and of a head
+    token_types, scores = config.integer("type_vocab_size", 2), _scores(config)
+    if scores and token_types > 1:
+        raise refused(f"{config.where}: a model that tells the texts of a pair apart by token types is not served")
     pad = config.integer("pad_token_id", 0 if model_type == "bert" else 1, least=0)
     unused = 0 if model_type == "bert" else pad + 1  # RoBERTa's positions begin behind that of the padding
     return DecoderConfig(
@@ -66,10 +70,32 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         pre_norms=False,
         gated_mlp=False,
         learned_positions=unused,
-        token_types=config.integer("type_vocab_size", 2),
+        token_types=token_types,
+        scores=scores,
         is_causal=False,
         dtype=config.dtype(),
     )
+
+
+def _scores(config: ConfigReader) -> bool:
+    """Return whether a head gives one number for a text or a pair of texts. Raises ConfigError for several classes."""
+    names = config.value("architectures")
+    if not (isinstance(names, list) and names and str(names[0]).endswith("ForSequenceClassification")):
+        return False
+    labels = config.value("id2label")
+    config.value("label2id"), config.value("problem_type")
+    if not isinstance(labels, dict) or len(labels) != 1:
+        raise refused(f"{config.where}: only a head with one label is served, as rerankers have")
+    return True
+
+
+class ScoreHead(nn.Module):
+    """out(tanh(dense(x))) of the first token's state: computed where states are pooled (executor/sampler.py)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.dense, self.out = nn.Linear(size, size), nn.Linear(size, 1)
+        self.requires_grad_(False)
 
 
 class BertLayer(nn.Module):
@@ -107,6 +133,7 @@ class Bert(DecoderModel):
         self.layers = nn.ModuleList(BertLayer(ops, config, layer) for layer in range(config.num_layers))
         self.norm = nn.Identity()
         self.head = Head(ops, config.vocab_size, size, tied=self.embed)
+        self.score = ScoreHead(size) if config.scores else None
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return the final states [T, E] of ids [T]."""
@@ -138,6 +165,12 @@ def weight_map(config: DecoderConfig) -> WeightMap:
             **{
                 f"encoder.layer.{{}}.{here}.{kind}": Target(f"layers.{{}}.{there}.{kind}", part)
                 for here, (there, part) in LAYERS.items()
+                for kind in KINDS
+            },
+            **{
+                f"classifier.{here}.{kind}": Target(f"score.{there}.{kind}")
+                for here, there in (("dense", "dense"), ("out_proj", "out"))
+                if config.scores
                 for kind in KINDS
             },
         },

@@ -125,6 +125,59 @@ def test_a_reranker_is_asked_for_yes_or_no(reranker: House) -> None:
     assert "<Instruct>: Is it a pet?\n<Query>: pets\n<Document>: a dog" in prompt
 
 
+def pair_files() -> dict[str, bytes]:
+    """Return the tokenizer's files with special tokens before, between and after the texts of a pair."""
+    document = json.loads(FILES["tokenizer.json"])
+    ids_of = document["model"]["vocab"]
+    first, last = "A", "B"
+    special = {name: {"id": name, "ids": [ids_of[name]], "tokens": [name]} for name in (first, last)}
+    begin, end = {"SpecialToken": {"id": first, "type_id": 0}}, {"SpecialToken": {"id": last, "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B")]
+    document["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, texts[0], end],
+        "pair": [begin, texts[0], end, end, texts[1], end],
+        "special_tokens": special,
+    }
+    return {**FILES, "tokenizer.json": json.dumps(document).encode()}
+
+
+@pytest.fixture
+def cross_encoder() -> Iterator[House]:
+    files = pair_files()
+    with house(running=False) as built:
+        info = model_info(files, embedding_size=1, without=("embeddings", "generation"))
+        built.engine = ScriptedEngine(built.address, lambda submit, choice: Script([]), files=files, info=info)
+        built.engine.start()
+        yield built
+
+
+def test_a_cross_encoder_reads_both_texts_at_once(cross_encoder: House) -> None:
+    answer = ask(cross_encoder, "/v1/score", text_1="say", text_2=TEXTS)
+    vocabulary = json.loads(pair_files()["tokenizer.json"])["model"]["vocab"]
+    first, last = vocabulary["A"], vocabulary["B"]
+    prompts = [array("I", submit.prompt or b"").tolist() for submit in cross_encoder.engine.submits]
+    assert prompts == [[first, *ids("say"), last, last, *ids(text), last] for text in TEXTS]
+    numbers = [array("f", simulated_embedding(len(prompt), False, 1))[0] for prompt in prompts]
+    assert [one["score"] for one in answer["data"]] == pytest.approx([sigmoid(number) for number in numbers])
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/embeddings", {"input": "a"}, "scores pairs of texts: ask /v1/rerank"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "instruction": "c"}, "trained without"),
+    ],
+)
+def test_what_a_cross_encoder_cannot_is_refused(
+    cross_encoder: House, path: str, body: dict[str, Any], words: str
+) -> None:
+    response = cross_encoder.post(path, **body)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
 def sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value))
 
