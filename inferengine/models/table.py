@@ -366,6 +366,14 @@ FAMILIES = (
         "Voxtral: its text model",
     ),
     Family(
+        "BertForSequenceClassification",
+        "families.bert",
+        "bert",
+        (0.023, 0.11, 0.335),
+        "BERT with one label: MS MARCO MiniLM and other rerankers",
+        checkpoints="floats",
+    ),
+    Family(
         "RobertaForSequenceClassification",
         "families.bert",
         "roberta",

@@ -96,12 +96,13 @@ def test_the_first_tokens_state_of_a_causal_model_is_kept_over_chunks(budget: in
         assert engine.finished[uid].num_cached == 0, "the first token is part of any prefix"
 
 
-def make_reranker(folder: Path, labels: int = 1, **values: Any) -> Any:
+def make_reranker(folder: Path, kind: str = "XLMRoberta", labels: int = 1) -> Any:
     """Save a cross-encoder with seeded random weights."""
-    config = transformers.XLMRobertaConfig(**{**SHAPES, "pad_token_id": 1, "type_vocab_size": 1, **values})
+    values = {} if kind == "Bert" else {"pad_token_id": 1, "type_vocab_size": 1}
+    config = getattr(transformers, f"{kind}Config")(**{**SHAPES, **values})
     config.num_labels, config._attn_implementation = labels, "eager"
     torch.manual_seed(0)
-    model = transformers.XLMRobertaForSequenceClassification(config).eval()
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data.add_(0.2 * torch.randn_like(parameter))
@@ -109,28 +110,38 @@ def make_reranker(folder: Path, labels: int = 1, **values: Any) -> Any:
     return model
 
 
-def test_scores_of_a_cross_encoder_are_transformers(tmp_path: Path) -> None:
-    model = make_reranker(tmp_path)
+SEPARATOR = 3
+
+
+def pair(first: int, second: int, seed: int) -> tuple[list[int], list[int]]:
+    """Return the tokens and token types of a pair of texts of these lengths, as BERT's tokenizer joins them."""
+    one, other = ([token if token > 3 else 7 for token in text] for text in prompts_of((first, second), seed))
+    tokens = [2, *one, SEPARATOR, *other, SEPARATOR]
+    return tokens, [0] * (first + 2) + [1] * (second + 1)
+
+
+@pytest.mark.parametrize("kind", ["XLMRoberta", "Roberta", "Bert"])
+def test_scores_of_a_cross_encoder_are_transformers(kind: str, tmp_path: Path) -> None:
+    model = make_reranker(tmp_path, kind)
     engine = Engine(tmp_path, budget=96, chunked_prefill=False, prefix_caching=False)
     assert (engine.capacity.scores, engine.capacity.embedding_size) == (True, 1)
     assert unused_features(engine.capacity)[:2] == ("embeddings", "generation")
-    wanted = {engine.embed(prompt, "cls"): prompt for prompt in ids((3, 41, 17, 62))}
+    pairs = [pair(*lengths, seed) for seed, lengths in enumerate([(3, 5), (1, 1), (20, 31), (8, 2), (30, 28)])]
+    wanted = {engine.embed(tokens, "cls"): (tokens, types) for tokens, types in pairs}
     engine.run()
-    for uid, prompt in wanted.items():
+    assert engine.core.scheduler.stats.max_batch > 1
+    for uid, (tokens, types) in wanted.items():
+        more = {"token_type_ids": torch.tensor([types])} if kind == "Bert" else {}
         with torch.inference_mode():
-            expected = float(model(torch.tensor([prompt])).logits[0, 0])
+            expected = float(model(torch.tensor([tokens]), **more).logits[0, 0])
         assert abs(engine.embeddings[uid][0] - expected) < 1e-4
     assert pooling_of(Config(), tmp_path) == "cls"
 
 
-@pytest.mark.parametrize(
-    ("labels", "values", "words"), [(3, {}, "one label"), (1, {"type_vocab_size": 2}, "token types")]
-)
-def test_classifiers_that_are_no_rerankers_are_refused(
-    labels: int, values: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    make_reranker(tmp_path, labels, **values)
-    with pytest.raises(ConfigError, match=words):
+@pytest.mark.parametrize("kind", ["XLMRoberta", "Bert"])
+def test_classifiers_of_several_labels_are_refused(kind: str, tmp_path: Path) -> None:
+    make_reranker(tmp_path, kind, labels=3)
+    with pytest.raises(ConfigError, match="one label"):
         dry_run(tmp_path)
 
 

@@ -44,8 +44,6 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     for name in ("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout", "tie_word_embeddings"):
         config.value(name)  # of training, and of a head
     token_types, scores = config.integer("type_vocab_size", 2), _scores(config)
-    if scores and token_types > 1:
-        raise refused(f"{config.where}: a model that tells the texts of a pair apart by token types is not served")
     pad = config.integer("pad_token_id", 0 if model_type == "bert" else 1, least=0)
     unused = 0 if model_type == "bert" else pad + 1  # RoBERTa's positions begin behind that of the padding
     return DecoderConfig(
@@ -134,11 +132,13 @@ class Bert(DecoderModel):
         self.norm = nn.Identity()
         self.head = Head(ops, config.vocab_size, size, tied=self.embed)
         self.score = ScoreHead(size) if config.scores else None
+        self.tells_apart = config.scores and config.model_type == "bert" and config.token_types > 1
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return the final states [T, E] of ids [T]."""
         places = batch.positions + self.unused_positions
-        x: torch.Tensor = self.embed_norm(self.embed(batch.input_ids) + self.positions(places) + self.types[0])
+        types = self.types[_is_second(batch).long()] if self.tells_apart else self.types[0]
+        x: torch.Tensor = self.embed_norm(self.embed(batch.input_ids) + self.positions(places) + types)
         for layer in self.layers:
             x = layer(x, batch)
         return x
@@ -149,6 +149,15 @@ class Bert(DecoderModel):
         return found
 
 
+def _is_second(batch: Batch) -> torch.Tensor:
+    """Return which tokens [T] are of the second text of their pair: those behind the first separator. A prompt ends
+    with one, so its last token says which it is."""
+    ids, rows = batch.input_ids, batch.token_row.long()
+    is_separator = (ids == ids[batch.query_start[1:].long() - 1][rows]).long()
+    before = is_separator.cumsum(0) - is_separator  # in the whole step
+    return before > before[batch.query_start[:-1].long()][rows]
+
+
 def build(ops: Ops, config: DecoderConfig) -> Bert:
     """Build the model on torch's default device, without weights."""
     return Bert(ops, config)
@@ -156,6 +165,10 @@ def build(ops: Ops, config: DecoderConfig) -> Bert:
 
 def weight_map(config: DecoderConfig) -> WeightMap:
     """Say where each tensor of a checkpoint goes."""
+    heads = {"classifier.dense": "dense", "classifier.out_proj": "out"}
+    pooler: tuple[str, ...] = (r"pooler\.dense\.(weight|bias)",)
+    if config.scores and config.model_type == "bert":
+        heads, pooler = {"pooler.dense": "dense", "classifier": "out"}, ()
     return WeightMap(
         {
             "embeddings.word_embeddings.weight": Target("embed.weight"),
@@ -168,14 +181,14 @@ def weight_map(config: DecoderConfig) -> WeightMap:
                 for kind in KINDS
             },
             **{
-                f"classifier.{here}.{kind}": Target(f"score.{there}.{kind}")
-                for here, there in (("dense", "dense"), ("out_proj", "out"))
+                f"{here}.{kind}": Target(f"score.{there}.{kind}")
+                for here, there in heads.items()
                 if config.scores
                 for kind in KINDS
             },
         },
         prefixes=("bert.", "roberta."),
         root="",
-        ignored=(r"pooler\.dense\.(weight|bias)", r"embeddings\.(position|token_type)_ids"),
+        ignored=(*pooler, r"embeddings\.(position|token_type)_ids"),
         embedding="embeddings.word_embeddings.weight",
     )
