@@ -403,7 +403,7 @@ FAMILIES = (
         "families.bert",
         "xlm-roberta",
         (0.278, 0.56),
-        "XLM-RoBERTa, embeddings: BGE-M3 (dense), multilingual E5",
+        "XLM-RoBERTa, embeddings: multilingual E5, Arctic Embed 2",
         checkpoints="floats",
     ),
     Family("GPT2LMHeadModel", "families.gpt2", "gpt2", (0.124, 0.355, 0.774, 1.56), "GPT-2", checkpoints="floats"),
