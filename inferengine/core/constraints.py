@@ -27,7 +27,7 @@ from inferengine.sampling_params import SamplingParams
 
 class Grammar(Protocol):
     """A compiled grammar at one point of one output. Used by one thread at a time. Every method but `validate` raises
-    InvalidRequest where the grammar cannot be followed any further: its output ends."""
+    InvalidRequest where the grammar cannot be followed any further: its output ends, unless `restore` succeeds."""
 
     @property
     def lexer(self) -> object:
@@ -44,6 +44,11 @@ class Grammar(Protocol):
 
     def rollback(self, num_tokens: int) -> None:
         """Undo the last accepted tokens."""
+        ...
+
+    def restore(self, output: list[int]) -> None:
+        """Go back to the point after these tokens of output, after another method has raised while it followed draft
+        tokens. What these have cost is not charged."""
         ...
 
     def fill_bitmask(self, row: memoryview) -> None:

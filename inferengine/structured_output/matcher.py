@@ -110,6 +110,10 @@ class Budget:
         if left < 0:
             raise InvalidRequest("grammar", TOO_SLOW)
 
+    def refill(self) -> None:
+        """Save up BURST_S again."""
+        self._left_s = BURST_S
+
 
 class TokenMatcher:
     """One output's place in a compiled grammar. Implements `core.constraints.Grammar`.
@@ -118,11 +122,25 @@ class TokenMatcher:
     also reports that it has stopped, so its error is checked at every end.
     """
 
-    __slots__ = ("_budget", "_compute_mask", "_consume", "_forced", "_is_error", "_is_stopped", "_matcher")
+    __slots__ = (
+        "_beginning",
+        "_budget",
+        "_compute_mask",
+        "_consume",
+        "_forced",
+        "_is_error",
+        "_is_stopped",
+        "_matcher",
+    )
 
     def __init__(self, matcher: LLMatcher, budget: Budget) -> None:
-        self._matcher = matcher
+        """`matcher`: at the beginning of its output."""
         self._budget = budget
+        self._beginning = matcher.deep_copy()  # takes a microsecond here, and longer with every token
+        self._use(matcher)
+
+    def _use(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
         self._consume, self._compute_mask = matcher.try_consume_tokens, matcher.unsafe_compute_mask_ptr
         self._forced, self._is_stopped, self._is_error = (
             matcher.compute_ff_tokens,
@@ -156,6 +174,17 @@ class TokenMatcher:
         """Undo the last tokens."""
         if num_tokens and not self._matcher.rollback(num_tokens):
             self._check()
+
+    def restore(self, output: list[int]) -> None:
+        """Go back to the point after these tokens of output, with a full budget. Raises InvalidRequest where that is
+        not possible: after a limit of the lexer, which the other outputs of the grammar share."""
+        matcher = self._beginning.deep_copy()
+        if output and matcher.try_consume_tokens(output) != len(output):
+            self._check()
+            raise InvalidRequest("grammar", self._budget.usage.failure or TOO_SLOW)
+        self._use(matcher)
+        self._budget.usage.failure = None
+        self._budget.refill()
 
     def fill_bitmask(self, row: memoryview) -> None:
         """Write the mask of allowed tokens into `row`. The interpreter's lock is free meanwhile."""

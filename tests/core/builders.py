@@ -42,6 +42,9 @@ class ThirdsGrammar:
         if num_tokens:
             del self.history[-num_tokens:]
 
+    def restore(self, output: list[int]) -> None:
+        self.history[:] = output
+
     def fill_bitmask(self, row: memoryview) -> None:
         row[:] = _mask(sum(self.history) % 3, tuple(self.forced()[:1]), len(row))
 

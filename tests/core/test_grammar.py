@@ -6,6 +6,7 @@ import pytest
 
 from inferengine.core.scheduler.scheduler import FillGroup, MaskedRow, MaskOutcome, RunGroups, one_after_the_other
 from inferengine.core.sequence import GRAMMAR_COMPLETE
+from inferengine.errors import InvalidRequest
 from tests.core.builders import (
     HalfRightProposer,
     Run,
@@ -108,6 +109,72 @@ def test_a_failing_grammar_ends_its_request_alone(max_in_flight: int) -> None:
     for request in mixed(4):
         if request.uid != 2:
             assert run.outputs[request.uid] == expected_output(request)
+
+
+class SlowAhead(ThirdsGrammar):
+    """Fails at the mask after `ahead` draft tokens, and cannot be followed any further then, unless it is restored."""
+
+    def __init__(self, ahead: int, *, lasting: bool = False) -> None:
+        super().__init__()
+        self.ahead, self.lasting = ahead, lasting
+        self.num_masks = 0  # since it was last where the output ends
+        self.is_broken = False
+
+    def fill_bitmask(self, row: memoryview) -> None:
+        self.is_broken |= self.num_masks >= self.ahead
+        if self.is_broken:
+            if self.ahead and not self.lasting:
+                row[:] = bytes(len(row))  # no token: what a mask that is half made may look like
+            raise InvalidRequest("grammar", "is slow")
+        self.num_masks += 1
+        super().fill_bitmask(row)
+
+    def rollback(self, num_tokens: int) -> None:
+        if self.is_broken:
+            raise InvalidRequest("grammar", "is slow")
+        self.num_masks = 0
+        super().rollback(num_tokens)
+
+    def restore(self, output: list[int]) -> None:
+        if self.lasting:
+            raise InvalidRequest("grammar", "stays slow")
+        self.num_masks, self.is_broken = 0, False
+        super().restore(output)
+
+
+def run_ahead(grammar: SlowAhead, *, wrong_every: int = 10**9) -> Run:
+    """Return the run of one request with up to three draft tokens under this grammar."""
+    run = Run(proposer=HalfRightProposer(wrong_every=wrong_every), max_drafts=3)
+    run.compile_at_once = False
+    run.submit(make_request(1, max_tokens=40, grammar=True))
+    run.core.grammar_ready(1, grammar)
+    return run.to_end()
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize("wrong_every", [3, 10**9])
+def test_a_limit_met_after_a_draft_token_costs_the_draft_tokens_from_there_on_alone(
+    ahead: int, wrong_every: int
+) -> None:
+    run = run_ahead(SlowAhead(ahead), wrong_every=wrong_every)
+    assert run.outputs[1] == expected_output(make_request(1, max_tokens=40, grammar=True))
+    assert run.finished[1][0] == "length"
+    assert run.scheduler.stats.num_corrupted == 0
+
+
+def test_a_request_that_met_a_limit_after_a_draft_token_has_no_more_draft_tokens() -> None:
+    assert run_ahead(SlowAhead(1)).scheduler.snapshot().num_verified == 0
+    assert run_ahead(SlowAhead(2)).scheduler.snapshot().num_verified == 1
+
+
+def test_a_grammar_that_stays_at_its_limit_ends_the_request() -> None:
+    reason, detail = run_ahead(SlowAhead(1, lasting=True)).finished[1]
+    assert (reason, detail[:2]) == ("error", ("invalid_request", "stays slow"))  # type: ignore[index]
+
+
+def test_a_limit_at_the_first_draw_ends_the_request() -> None:
+    run = run_ahead(SlowAhead(0))
+    assert (run.outputs[1], run.finished[1][0]) == ([], "error")
 
 
 def test_rows_are_grouped_by_lexer_and_groups_may_be_filled_in_any_order() -> None:

@@ -81,6 +81,27 @@ def test_a_matcher_that_fails_has_not_come_to_an_end(vocabulary: Vocabulary) -> 
         matcher.is_terminated()
 
 
+def test_a_matcher_that_fails_can_be_restored_to_an_earlier_point(vocabulary: Vocabulary) -> None:
+    matcher = vocabulary.compiler.compile(GrammarSpec("regex", "abc"))
+    ids = {letter: vocabulary.fast.token_to_id(letter) for letter in "abc1"}
+    assert matcher.accept(ids["a"])
+    matcher._matcher.consume_tokens([ids["1"]])
+    with pytest.raises(InvalidRequest):
+        matcher.rollback(1)
+    matcher.restore([ids["a"]])
+    assert not matcher.is_terminated()
+    assert [matcher.accept(ids[letter]) for letter in "abc"] == [False, True, True]
+    assert matcher.is_terminated()
+
+
+def test_a_restored_matcher_may_spend_as_one_that_has_saved(vocabulary: Vocabulary) -> None:
+    matcher = vocabulary.compiler.compile(GrammarSpec("regex", "[a-z]+"))
+    with pytest.raises(InvalidRequest):
+        matcher._budget.spend(2 * BURST_S, earned=False)
+    matcher.restore([])
+    matcher._budget.spend(0.9 * BURST_S, earned=False)
+
+
 def test_a_grammar_that_was_used_for_long_begins_anew(vocabulary: Vocabulary) -> None:
     """Its outputs share the states that they make, which are never given back."""
     spec = GrammarSpec("regex", "[b-y]+")

@@ -59,10 +59,12 @@ class MaskedRow(NamedTuple):
 
 
 class MaskOutcome(NamedTuple):
-    """What came of a row's masks. `starved`: after so many draft tokens no token is allowed; 0: one always is."""
+    """What came of a row's masks. `starved`: after so many draft tokens no token is allowed; 0: one always is.
+    `num_draws`: how many draws, from the first on, have their mask; 0: all of them."""
 
     uid: int
     starved: int
+    num_draws: int
     failure: FinishDetail  # None: the masks are there
 
 
@@ -99,6 +101,7 @@ class Scheduler:
         self._planner = Planner(state, capacity, options, self.speculator)
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # by uid, until the prompt is computed
         self._starved: dict[int, int] = {}  # by uid: after so many draft tokens of this step no token is allowed
+        self._num_draws: dict[int, int] = {}  # by uid: so many draws of this step count, because the rest has no mask
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -174,6 +177,7 @@ class Scheduler:
                 groups.setdefault(grammar.lexer, []).append(MaskedRow(sequence, grammar, drafts, draws))
         outcomes = [outcome for found in run(self._fill_group, list(groups.values())) for outcome in found]
         self._starved = {outcome.uid: outcome.starved for outcome in outcomes if outcome.starved}
+        self._num_draws = {outcome.uid: outcome.num_draws for outcome in outcomes if outcome.num_draws}
         failed = [
             self._finish(self.sequences[outcome.uid], "error", outcome.failure, now)
             for outcome in outcomes
@@ -185,10 +189,13 @@ class Scheduler:
         return [self._fill_row(row) for row in group]
 
     def _fill_row(self, row: MaskedRow) -> MaskOutcome:
-        """Write the masks of one row. Touches nothing but its own sequence and grammar."""
+        """Write the masks of one row. Touches nothing but its own sequence and grammar.
+
+        Where the grammar cannot be followed after a draft token, the draws from there on do not count: the model may
+        reject that token. Only the first draw's mask is needed whatever the model says.
+        """
         sequence, grammar, drafts, draws = row
-        starved = 0
-        failure: FinishDetail = None
+        starved = num_masked = 0
         try:
             for index, mask in enumerate(draws):
                 if index and grammar.is_terminated():
@@ -198,14 +205,26 @@ class Scheduler:
                     if not index:
                         raise self._no_token(sequence)
                     starved = starved or index
+                num_masked += 1
                 if index < len(drafts):
                     grammar.accept(drafts[index])
             grammar.rollback(len(drafts))
-        except InferEngineError as error:
-            failure = refusal(error)[1]
-        except Exception as error:  # whatever a grammar library raises concerns this request alone
-            failure = "engine_error", f"Following the grammar failed: {type(error).__name__}."
-        return MaskOutcome(sequence.uid, starved, failure)
+            return MaskOutcome(sequence.uid, starved, 0, None)
+        except Exception as error:
+            failed: Exception = error
+        if num_masked and drafts:
+            try:
+                grammar.restore(sequence.tokens[sequence.num_prompt :])
+                for mask in draws[num_masked:]:
+                    mask[:] = b"\xff" * len(mask)  # it may be written in part
+                return MaskOutcome(sequence.uid, starved, num_masked, None)
+            except Exception as error:
+                failed = error
+        if isinstance(failed, InferEngineError):
+            return MaskOutcome(sequence.uid, starved, 0, refusal(failed)[1])
+        # Whatever a grammar library raises concerns this request alone.
+        failure = "engine_error", f"Following the grammar failed: {type(failed).__name__}."
+        return MaskOutcome(sequence.uid, starved, 0, failure)
 
     def commit(self, scheduled: ScheduledStep, result: StepResult, now: float) -> StepOutput:
         """Append the tokens of a finished step, end what stopped, and offer full blocks of outputs for reuse.
@@ -213,13 +232,14 @@ class Scheduler:
         A row gives one token. It gives several with accepted draft tokens or where its grammar forces some, and none
         if its sequence has ended since the step was planned. Full blocks of prompts are offered when a step is planned.
         """
-        drawn, several = result.token_ids, dict[int, list[int]]()
+        drawn, several, cut = result.token_ids, dict[int, list[int]](), set[int]()
         if scheduled.draft_tokens:
-            drawn, several = self._split_emitted(scheduled, result)
+            drawn, several, cut = self._split_emitted(scheduled, result)
         finished: list[Finished] = []
         changed: dict[int, list[int]] = {}  # by uid: the tokens of rows that did not give exactly one
         if result.failed_rows:
-            finished, changed = self._finish_failed(scheduled, result.failed_rows, several, now)
+            failed = {row: failure for row, failure in result.failed_rows.items() if row not in cut}
+            finished, changed = self._finish_failed(scheduled, failed, several, now)
         finished += self._finish_rows(scheduled, result, now)
         for sequence, token_id in zip(scheduled.sampled, drawn, strict=True):
             tokens = sequence.tokens
@@ -387,14 +407,18 @@ class Scheduler:
             finished.append(self._finish(sequence, *ended, now))
         return finished, accepted
 
-    def _split_emitted(self, scheduled: ScheduledStep, result: StepResult) -> tuple[list[int], dict[int, list[int]]]:
+    def _split_emitted(
+        self, scheduled: ScheduledStep, result: StepResult
+    ) -> tuple[list[int], dict[int, list[int]], set[int]]:
         """Settle the draft tokens of a step.
 
-        Returns the first token of each sampled row, and by uid all tokens of the rows that verified draft tokens.
+        Returns the first token of each sampled row, by uid all tokens of the rows that verified draft tokens, and the
+        rows whose last draws were dropped because they had no mask.
         """
         plan = scheduled.plan
         first: list[int] = []
         several: dict[int, list[int]] = {}
+        cut: set[int] = set()
         begin = 0
         draws = (row for row, samples in enumerate(plan.samples) if samples)
         for index, row in enumerate(draws):
@@ -402,13 +426,21 @@ class Scheduler:
             first.append(result.token_ids[begin])
             if row in scheduled.draft_tokens and scheduled.rows[row].status is not SequenceStatus.FINISHED:
                 sequence = scheduled.rows[row]
-                self.speculator.controller.observe(sequence, len(scheduled.draft_tokens[row]), count - 1)
+                num_draws = self._num_draws.get(sequence.uid, 0)
+                num_kept = min(count, num_draws or count)
+                if num_kept < count:
+                    cut.add(row)
+                num_drafts = num_draws - 1 if num_draws else len(scheduled.draft_tokens[row])
+                if num_drafts:
+                    self.speculator.controller.observe(sequence, num_drafts, num_kept - 1)
+                if num_draws:  # the masks after its draft tokens may cost a step as much again
+                    sequence.drafts_resume_at = sequence.max_total
                 if sequence.status is SequenceStatus.RUNNING or sequence.host_tables is not None:
-                    sequence.num_computed = plan.starts[row] + count  # the rest was computed for wrong draft tokens
-                several[sequence.uid] = result.token_ids[begin : begin + count]
+                    sequence.num_computed = plan.starts[row] + num_kept  # the rest was computed for wrong draft tokens
+                several[sequence.uid] = result.token_ids[begin : begin + num_kept]
                 sequence.next_check_at = 0
             begin += count
-        return first, several
+        return first, several, cut
 
     def _append(self, sequence: Sequence, token_ids: SequenceOf[int], now: float) -> tuple[str, FinishDetail] | None:
         """Append the tokens of a row, and those that its grammar forces after them. Returns how the sequence ended."""
