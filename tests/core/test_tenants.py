@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inferengine.core.scheduler import queues
-from inferengine.core.scheduler.queues import Claim, FairShare
+from inferengine.core.scheduler.queues import OUTPUT_WEIGHT, Claim, FairShare
 from inferengine.core.sequence import Request, Sequence, SequenceStatus, make_share
 from tests.core.builders import Run, expected_output, make_capacity, make_request
 from tests.core.plain_fair_share import PlainFairShare
@@ -484,6 +484,28 @@ def test_a_name_that_joins_starts_at_the_least_served_of_those_that_wait_and_run
 
 
 # -- levels that come with a second name -------------------------------------------------------------------------------
+
+
+def test_late_tokens_of_two_ended_shares_of_a_name_are_charged_to_each() -> None:
+    """Both have ended and one of them is back, alone, when the tokens of their last step come."""
+
+    def run(uid: int, user: str) -> Sequence:
+        sequence = Sequence(make_user(uid, user=user))
+        queue.push(sequence)
+        assert queue.peek(0.0, 0) is sequence
+        queue.pop()
+        queue.started(sequence)
+        return sequence
+
+    queue = FairShare()
+    ended = [run(1, "one"), run(2, "two")]
+    for sequence in ended:
+        queue.stopped(sequence)
+    run(3, "one")
+    queue.charge_each(ended, 1)
+    users = queue._parts["address"]
+    assert isinstance(users, FairShare)
+    assert [users.service(user) for user in ("one", "two")] == [6 + OUTPUT_WEIGHT, OUTPUT_WEIGHT]
 
 
 class TwoQueues:

@@ -606,8 +606,9 @@ class FairShare:
         """Charge one token for each sequence. Equal `layout` means the very same sequences."""
         if layout != self._layout:
             self._layout = layout
-            if sequences and self._knows_one():  # no need to count
-                self._counts = {sequences[0].request.share: len(sequences)}
+            first = sequences[0].request.share if sequences else None
+            if first is not None and all(sequence.request.share == first for sequence in sequences):
+                self._counts = {first: len(sequences)}  # half of the time that counting takes
             else:
                 self._counts = Counter(sequence.request.share for sequence in sequences)
         for share, count in self._counts.items():
@@ -651,10 +652,6 @@ class FairShare:
             if isinstance(part, FairShare):
                 part._charge(share, service)
         self._counters[name] = counter + service
-
-    def _knows_one(self) -> bool:
-        """Return whether all that ran lately is of one share: a name whose share is divided has had two."""
-        return len(self._counters) == 1 and not any(isinstance(part, FairShare) for part in self._parts.values())
 
     def _queue_of(self, share: Share) -> OnlyShare | FairShare:
         """Return the queue for a new sequence of this share."""
