@@ -1,9 +1,11 @@
 """Embeddings per second, beside transformers' own forward pass over the same prompts, in one process.
 
-python -m benchmarks.embeddings [--model FOLDER] [--prompts 64] [--lengths 16 256] [--rounds 3] [--json FILE]
+python -m benchmarks.embeddings [--model FOLDER | --encoder bge-small] [--prompts 64] [--lengths 16 256] [--rounds 3]
+    [--json FILE]
 
 The two take turns, round by round. transformers gets the prompts sorted by length and padded, 32 at a time, as
-sentence-transformers does it; the engine gets them as they are, without a prefix cache.
+sentence-transformers does it; the engine gets them as they are, without a prefix cache. `--encoder`: BERT with random
+weights, of the shape of a published embedding model.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import platform
 import random
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,19 @@ from typing import Any
 import torch
 import transformers
 
+from inferengine.bench.compare import with_tokenizer
 from inferengine.bench.environment import write_result
 from inferengine.config.model_path import EMBEDDED
 from inferengine.llm import LLM
 
 BATCH = 32
+ENCODERS = {
+    "bge-small": {
+        "vocab_size": 30_522, "hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "intermediate_size": 1536,
+    },
+    "bge-base": {"vocab_size": 30_522},
+}  # fmt: skip
 
 
 def ours(llm: LLM, prompts: list[list[int]], pooling: str) -> torch.Tensor:
@@ -41,12 +52,21 @@ def theirs(model: Any, prompts: list[list[int]], pooling: str) -> torch.Tensor:
         mask = torch.tensor([[1] * len(prompts[row]) + [0] * (width - len(prompts[row])) for row in rows])
         states = model(ids, attention_mask=mask, use_cache=False).last_hidden_state
         lengths = mask.sum(1)
-        if pooling == "last":
+        if pooling == "cls":
+            pooled = states[:, 0]
+        elif pooling == "last":
             pooled = states[torch.arange(len(rows)), lengths - 1]
         else:
             pooled = (states * mask.unsqueeze(-1)).sum(1) / lengths.unsqueeze(-1)
         vectors |= dict(zip(rows, torch.nn.functional.normalize(pooled, dim=-1), strict=True))
     return torch.stack([vectors[index] for index in range(len(prompts))])
+
+
+def write_encoder(folder: Path, name: str) -> Path:
+    """Write BERT with seeded random weights and a tokenizer."""
+    torch.manual_seed(0)
+    transformers.BertModel(transformers.BertConfig(**ENCODERS[name])).save_pretrained(folder)
+    return with_tokenizer(folder, folder)
 
 
 def measure(llm: LLM, model: Any, prompts: list[list[int]], pooling: str, rounds: int) -> dict[str, Any]:
@@ -77,6 +97,7 @@ def measure(llm: LLM, model: Any, prompts: list[list[int]], pooling: str, rounds
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=EMBEDDED)
+    parser.add_argument("--encoder", choices=sorted(ENCODERS), help="in place of --model")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--lengths", type=int, nargs=2, default=[16, 256])
     parser.add_argument("--rounds", type=int, default=3)
@@ -84,20 +105,27 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     threads = arguments.threads or torch.get_num_threads()
-    model = transformers.AutoModel.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_encoder(Path(folder), arguments.encoder) if arguments.encoder else arguments.model
+        run(path, arguments.encoder or path.name, arguments, threads)
+
+
+def run(path: Path, name: str, arguments: argparse.Namespace, threads: int) -> None:
+    """Measure a model, print and write what was found."""
+    model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32).eval()
     sections = {"engine": {"device": "cpu", "threads": threads}, "cache": {"prefix_caching": False}}
     rng = random.Random(0)
     rows = []
-    with LLM(str(arguments.model), **sections) as llm:
+    with LLM(str(path), **sections) as llm:
         torch.set_num_threads(threads)
         prompts = [
             [rng.randrange(llm.capacity.vocab_size) for _ in range(rng.randint(*arguments.lengths))]
             for _ in range(arguments.prompts)
         ]
-        for pooling in ("last", "mean"):
+        for pooling in ("cls", "mean") if arguments.encoder else ("last", "mean"):
             rows.append(measure(llm, model, prompts, pooling, arguments.rounds))
             print(rows[-1], flush=True)
-    document = {"machine": platform.platform(), "threads": threads, "model": arguments.model.name, "rows": rows}
+    document = {"machine": platform.platform(), "threads": threads, "model": name, "rows": rows}
     if arguments.json is not None:
         write_result(arguments.json, document)
 

@@ -292,6 +292,7 @@ RUNS = (
     Run("s1", "inferengine.cli simulate s1 --clock cpu --json {json}"),
     Run("s1-16000", "inferengine.cli simulate s1 --clock cpu --rounds 16 --json {json}"),
     Run("scheduler", "benchmarks.scheduler --json {json}"),
+    Run("embeddings", "benchmarks.embeddings --encoder bge-small --threads 1 --rounds 5 --json {json}"),
     Run("sanity", "inferengine.cli bench sanity --url {url} --json {json}", ""),
     Run("sweep", f"inferengine.cli bench sweep {LOAD} --requests 64", ""),
     Run("arrivals", f"inferengine.cli bench arrivals {LOAD} --requests 96 --concurrency 32", ""),
