@@ -15,7 +15,7 @@ from inferengine.engine.service import EngineService
 from inferengine.engine.services.preparation import TextService
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.text import TextStream, Tokenizer
-from inferengine.wire.messages import Accept, Attach, Cancel, Reject, Step
+from inferengine.wire.messages import Accept, Attach, Bye, Cancel, Reject, Step, to_u32
 from tests.engine.builders import check_idle, make_card, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
 
@@ -172,6 +172,78 @@ def test_a_long_output_is_detokenized_a_few_tokens_at_a_time_for_who_attaches(
         assert {stream: len(collected.done[stream]) for stream in (5, 6)} == {5: 1, 6: 1}
         assert max(pushed) <= most
         check_idle(engine)
+
+
+@pytest.mark.parametrize("stop", [(), ("lazy",), ("never",)], ids=["no stop", "stops", "does not stop"])
+@pytest.mark.parametrize("reply", ["text", "both"])
+def test_a_long_resumed_output_is_detokenized_a_few_tokens_at_a_time(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...], reply: str
+) -> None:
+    text = "the quick brown fox jumps over 你好 the " * 3 + "lazy dog 你好 the quick brown fox"
+    script, most, num_held = (
+        script_of(text),
+        7,
+        len(script_of("the quick brown fox jumps over 你好 the " * 3 + "lazy dog")),
+    )
+    pushed: list[int] = []
+    push = TextLog.push
+
+    def counted(self: TextLog, token_ids: list[int], **flags: bool) -> bool:
+        pushed.append(len(token_ids))
+        return push(self, token_ids, **flags)
+
+    monkeypatch.setattr(TextLog, "push", counted)
+    monkeypatch.setattr("inferengine.engine.io.intake.TOKENS_PER_TURN", most)
+    with run_script(text) as engine:
+        client = connect(engine)
+        params = {"seed": 1, "stop": list(stop)}
+        client.submit(1, max_tokens=len(script), reply=reply, params=params, resume=(to_u32(script[:num_held]),))
+        collected = client.collect({1})
+        (done,) = collected.done[1]
+        assert not collected.accepts[1][0].attached
+        if stop == ("lazy",):
+            assert (done.reason, done.detail, collected.text.get(1, "")) == ("stop", "lazy", "")
+            assert done.completion_tokens < num_held
+        else:
+            assert (done.reason, collected.text[1]) == ("length", text[len(shown(script[:num_held])) :])
+        assert max(pushed) <= most
+        check_idle(engine)
+
+
+def test_who_submits_and_leaves_while_a_resumed_output_is_detokenized_ends_the_request(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inferengine.engine.io.intake.TOKENS_PER_TURN", 1)
+    monkeypatch.setattr(Publisher, "detokenize", lambda *_: None)  # it takes for ever
+    held = to_u32(script_of("the quick brown fox"))
+    with run_script("the quick brown fox", step_s=0.01) as engine:
+        for leave in (Cancel((1,), leave=True), Bye()):
+            client = connect(engine)
+            client.submit(1, max_tokens=900, reply="text", params={"seed": 1}, resume=(held,))
+            client.send(leave)
+            check_idle(engine)
+
+
+def test_the_stop_strings_of_a_detached_request_end_it_though_its_reader_left_before_it_began(
+    connect: Connect,
+) -> None:
+    with run_script("one two STOP three " * 4) as engine:
+        client = connect(engine)
+        with tokenizing_for_ever(engine):
+            fields = {"reply": "text", "max_tokens": 60, "params": {"stop": ["STOP"]}}
+            client.submit(1, id=ID, text="fox", detached=True, **fields)
+            client.settle()
+            client.send(Bye())
+            wait_until(lambda: not engine.io.connections.by_routing_id)
+        wait_until(lambda: engine.io.publisher.submissions[ID].ended)
+        reader = connect(engine)
+        reader.send(Attach(ID, 1, (), "text"))
+        collected = reader.collect({1})
+        assert (collected.text[1], collected.done[1][0].reason, collected.done[1][0].detail) == (
+            "one two ",
+            "stop",
+            "STOP",
+        )
 
 
 def shown(token_ids: list[int]) -> str:

@@ -55,7 +55,7 @@ RESUMED_FACTOR = 2  # times the queue's limits, for requests that an earlier eng
 TEXT_TIMEOUT_S = 30.0  # longest that a request waits for its prompt to be tokenized
 RETRY_AFTER_S = 5.0
 MAX_PLACED_BYTES = 64 * 1024  # of keys of placements between two STATUS
-TOKENS_PER_TURN = 2000  # detokenized in a turn of the I/O thread for readers of text who attach: a few milliseconds
+TOKENS_PER_TURN = 2000  # of before, detokenized in a turn of the I/O thread for new readers: a few milliseconds
 ENDING_RETRY_S = 0.1  # before a client may resume a request that is being cancelled because its connection was lost
 
 
@@ -214,6 +214,8 @@ class WaitingReader(NamedTuple):
     connection: Connection
     message: Submit | Attach
     submission: SubmittedRequest
+    attached: bool  # else it submitted the request
+    searches: bool  # the text is needed for its stop strings, whoever reads it
 
 
 class PendingSubmissions:
@@ -463,7 +465,7 @@ class Intake:
             prompt = None if message.prompt is None else messages.from_u32(message.prompt, "prompt")
             if prompt is not None and message.grammar is None:
                 self._accept(engine, submission, message, prompt, deadline_s, now, outputs=outputs)
-                self._add_reader(connection, message, submission, now, attached=False)
+                self._read(connection, message, submission, now, attached=False)
             else:
                 self._prepare(engine, connection, submission, message, prompt, outputs, deadline_s, now)
         except InferEngineError as error:
@@ -521,13 +523,25 @@ class Intake:
             if not item.submission.detached and all(reader.dropped for reader, _ in item.readers):
                 self._pending.forget(item)
                 self._publisher.forget(item.submission)
+        gone = [waiting for waiting in self._text_readers if waiting.connection.dropped]
+        self.cancel_orphans([submission for submission in self._orphans(gone) if not submission.detached])
+
+    def _orphans(self, gone: list[WaitingReader]) -> list[SubmittedRequest]:
+        """Return the unfinished submissions that these readers submitted, if nobody else reads them."""
+        others = {id(waiting.submission) for waiting in self._text_readers if not waiting.connection.dropped}
+        submitted = {id(waiting.submission): waiting.submission for waiting in gone if not waiting.attached}
+        return [
+            submission
+            for key, submission in submitted.items()
+            if key not in others and not submission.ended and not submission.num_subscriptions
+        ]
 
     def refuse_waiting(self, error: InferEngineError) -> None:
         """Refuse all pending submissions, and readers who wait for text, with `error`."""
         for item in self._pending:
             self._pending.give_up(item, error)
         while self._text_readers:
-            connection, message, _ = self._text_readers.popleft()
+            connection, message, *_ = self._text_readers.popleft()
             if not connection.dropped:
                 self._reject(connection, message, error, self._lifecycle.clock())
 
@@ -555,7 +569,7 @@ class Intake:
         taken = any(each in connection.streams for each in streams)
         waits = any(
             reader is connection and wanted.stream < streams.stop and stream < wanted.stream + submission.params.n
-            for reader, wanted, submission in self._text_readers
+            for reader, wanted, submission, *_ in self._text_readers
         )
         if taken or waits or any(item.is_read_as(connection, streams) for item in self._pending):
             raise InvalidRequest("stream", "is in use on this connection: choose another number", code="conflict")
@@ -607,8 +621,7 @@ class Intake:
             self._refuse(item, refusal)
             return
         for place, (connection, wanted) in enumerate(item.readers):
-            if not connection.dropped:
-                self._add_reader(connection, wanted, submission, now, attached=place > 0)
+            self._read(connection, wanted, submission, now, attached=place > 0)
 
     def _accept(
         self,
@@ -733,7 +746,7 @@ class Intake:
             return  # it was sent again; the answer comes when there is one
         if any(
             reader is connection and wanted.stream == message.stream and known is submission
-            for reader, wanted, known in self._text_readers
+            for reader, wanted, known, *_ in self._text_readers
         ):
             return  # likewise
         own = connection.streams.get(message.stream)
@@ -754,27 +767,52 @@ class Intake:
             return
         if waiting is not None:
             waiting.readers.append((connection, message))
-        elif message.reply in ("text", "both") and self._publisher.text_backlog(submission) > TOKENS_PER_TURN:
-            self._text_readers.append(WaitingReader(connection, message, submission))
-            if len(self._text_readers) == 1:
-                self._texts.deliver(self._detokenize)
         else:
-            self._add_reader(connection, message, submission, now, attached=True)
+            self._read(connection, message, submission, now, attached=True)
+
+    def _read(
+        self,
+        connection: Connection,
+        message: Submit | Attach,
+        submission: SubmittedRequest,
+        now: float,
+        *,
+        attached: bool,
+    ) -> None:
+        """Add a reader, now or when the text of the output so far is made. The engine looks for the stop strings of
+        who submits for text even if that reader is gone."""
+        wants_text = message.reply in ("text", "both")
+        searches = wants_text and isinstance(message, Submit) and not attached and bool(submission.params.stop)
+        if searches:
+            self._publisher.search_stops(submission)
+        if wants_text and self._publisher.text_backlog(submission) > TOKENS_PER_TURN:
+            if searches or not connection.dropped:
+                self._text_readers.append(WaitingReader(connection, message, submission, attached, searches))
+                if len(self._text_readers) == 1:
+                    self._texts.deliver(self._detokenize)
+            return
+        if searches:
+            self._publisher.add_text(submission)
+        if not connection.dropped:
+            self._add_reader(connection, message, submission, now, attached=attached)
 
     def _detokenize(self) -> None:
         """Detokenize for the first reader who waits for text, as much as other streams can wait for. Add the reader
         when little is left."""
         if not self._text_readers:
             return
-        connection, message, submission = self._text_readers[0]
+        connection, message, submission, attached, searches = self._text_readers[0]
         is_kept = self._publisher.submissions.get(submission.id) is submission
-        if is_kept and not connection.dropped and self._publisher.text_backlog(submission) > TOKENS_PER_TURN:
+        is_wanted = is_kept and (searches or not connection.dropped)
+        if is_wanted and self._publisher.text_backlog(submission) > TOKENS_PER_TURN:
             self._publisher.detokenize(submission, TOKENS_PER_TURN)
         else:
             self._text_readers.popleft()
             now = self._lifecycle.clock()
+            if is_wanted and searches:
+                self._publisher.add_text(submission)
             if not connection.dropped and is_kept:
-                self._add_reader(connection, message, submission, now, attached=True)
+                self._add_reader(connection, message, submission, now, attached=attached)
             elif not connection.dropped:
                 self._reject(connection, message, InferEngineError(*NOT_KEPT, field="id"), now)
         if self._text_readers:
@@ -847,7 +885,7 @@ class Intake:
 
     def _leave(self, connection: Connection, streams: set[int]) -> None:
         """Stop sending these streams to this connection, and cancel requests without another reader."""
-        self._forget_text_readers(connection, streams)
+        self.abandon(self._orphans(self._forget_text_readers(connection, streams)), CANCELLED)
         for item in self._pending:
             others = [each for each in item.readers if each[0] is not connection or each[1].stream not in streams]
             if len(others) < len(item.readers):

@@ -971,8 +971,21 @@ class Publisher:
                 log.early_text = TextLog(self._make_text(submission, False))
             begin = log.early_text.num_tokens
             part = log.tokens[begin : max(begin, min(begin + most, len(log.tokens) - 1))]
-            log.early_text.push(part.tolist(), final=False, stop_token=False)
             most -= len(part)
+            if log.early_text.push(part.tolist(), final=False, stop_token=False):
+                log.text, log.early_text = log.early_text, None
+                self._stop_before(log)
+
+    def search_stops(self, submission: SubmittedRequest) -> None:
+        """Look for stop strings in the output from its first token on, whether or not it has a reader."""
+        for log in submission.logs:
+            if log.ended is None and log.text is None and log.early_text is None:
+                log.early_text = TextLog(self._make_text(submission, True))
+
+    def add_text(self, submission: SubmittedRequest) -> None:
+        """Make the text of all choices now, and that of their tokens as they come."""
+        for log in submission.logs:
+            self._add_text(log)
 
     def drop(self, connection: Connection) -> list[SubmittedRequest]:
         """Remove a connection's subscriptions. Returns its unfinished, not detached submissions without a reader."""
@@ -1172,13 +1185,25 @@ class Publisher:
         log.text, log.early_text = log.early_text or TextLog(self._make_text(log.submission, search)), None
         ended = log.ended
         stop_token = ended is not None and ended.reason == "stop" and not isinstance(ended.detail, str)
-        if (
-            log.text.push(log.tokens[log.text.num_tokens :].tolist(), final=ended is not None, stop_token=stop_token)
-            and ended is None
-        ):
-            self._stop_at_string(log)  # an earlier engine completed it, and was lost before it could report that
-            self._stop(log.uid)
+        tokens = log.tokens[log.text.num_tokens :].tolist()
+        if log.text.push(tokens, final=ended is not None, stop_token=stop_token):
+            self._stop_before(log)
         return log.text
+
+    def _stop_before(self, log: OutputLog) -> None:
+        """End a choice at a stop string that was found in tokens of before: an earlier engine completed it, and was
+        lost before it could report that, or it came while the tokens before it were being detokenized."""
+        text, ended = log.text, log.ended
+        if text is None:
+            return
+        if ended is not None:
+            log.cut(text.stopped_at)
+            log.ended = ended._replace(reason="stop", detail=text.stopped_by, completion_tokens=text.stopped_at)
+            return
+        if log.routing is not None:
+            log.routing.stale = True
+        self._stop_at_string(log)
+        self._stop(log.uid)
 
     def _catch_up(self, subscription: Subscription) -> None:
         """Clear `ahead` once the log has all tokens that its reader held."""
