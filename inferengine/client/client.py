@@ -325,6 +325,11 @@ class AsyncClient:
             self._session.release(submission.request)
             self.send()
 
+    def forget(self, request: OpenRequest) -> None:
+        """Forget a request that is read at another engine from now on, without a word to this one."""
+        if self._session is not None:
+            self._session.forget(request)
+
     def hedge(self, request: OpenRequest) -> OpenRequest:
         """Run another engine's request here as well; `send` sends it. Raises engine_unavailable or conflict."""
         return self._open_session().hedge(request)

@@ -17,6 +17,9 @@ run with the first output continues as the request; the other one is cancelled. 
 and the usage of the run that won: of all choices. Only requests with a single reader (not detached, no id of the
 caller's own) are hedged.
 
+A reader who attached waits for its engine when that is lost, and asks the others meanwhile: it reads on at the one
+where the submitter has resumed the request. If none has it, the stream ends with an error that says so.
+
 Engines may be added and removed (discovery.py). An engine that is no longer listed gets no new request, finishes what
 it has, and is then forgotten. If it is not connected either, it counts as lost: its requests move without waiting for a
 lease.
@@ -57,6 +60,8 @@ STATUS_SILENCE_S = 3.0  # a connected engine whose STATUS stops for so long is u
 FAILOVER_S = 1.0  # how long a connection may be broken before requests without output move
 REFRESH_S = 0.05  # between reports of the engines' loads
 MAX_MOVES = 3
+SEARCH_S = 0.5  # between two rounds in which all engines are asked for the request of a reader whose engine is lost
+SEARCH_TIMEOUT_S = 5.0  # for the answer of each
 REMEMBERED_REQUESTS = 65_536
 _MOVABLE = {"overloaded", "draining", "engine_unavailable", "engine_restarted"}
 _LOST = {"engine_unavailable", "engine_restarted"}
@@ -135,6 +140,17 @@ class _Hedge(NamedTuple):
     request: OpenRequest
 
 
+class _PooledReader:
+    """A reader who attached, and the engine where it reads."""
+
+    __slots__ = ("engine", "is_searching", "submission")
+
+    def __init__(self, submission: Submission, engine: _Engine) -> None:
+        self.submission = submission
+        self.engine = engine
+        self.is_searching = False  # other engines are asked for its request
+
+
 class EnginePool:
     """The methods of AsyncClient, over several engines."""
 
@@ -177,6 +193,7 @@ class EnginePool:
         self._discovery_s = discovery_s
         self._watching: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self._searches: set[asyncio.Task[None]] = set()
         self._engines: list[_Engine] = []  # only grows, so that an engine's index stays valid
         self._balancer = LoadBalancer((), policy, generator=generator)
         for address in self._discovery.fixed():
@@ -313,6 +330,9 @@ class EnginePool:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         self._movable.clear()
+        for search in self._searches:
+            search.cancel()
+        await asyncio.gather(*self._searches, return_exceptions=True)
         await asyncio.gather(*self._closing, *(client.close() for client in self.clients))
 
     async def __aenter__(self) -> EnginePool:
@@ -367,9 +387,11 @@ class EnginePool:
         found."""
         known = self._engine_of.get(request_id)
         if known is None and len(self.clients) != 1:
-            return PooledAttachment(self.clients, request_id, cursors, n, reply)
+            return PooledAttachment(self.clients, request_id, cursors, n, reply, on_accepted=self._follow)
         client = known.client if known is not None else self.clients[0]
-        return client.attach(request_id, cursors, n, reply)
+        submission = client.attach(request_id, cursors, n, reply)
+        self._follow(submission, client)
+        return submission
 
     def cancel_request(self, request_id: bytes) -> None:
         """Cancel by id on the engine that has it, or on all when unknown."""
@@ -520,6 +542,73 @@ class EnginePool:
             self._movable[request.id] = pooled
             self._plan_watch()
         return False
+
+    # -- readers who attached ----------------------------------------------------------------------------------------
+
+    def _follow(self, submission: Submission, client: AsyncClient) -> None:
+        """Have a reader who attached follow the request to another engine, if its submitter resumes it there."""
+        if self._can_move and not submission.request.finished:
+            engine = next(engine for engine in self._engines if engine.client is client)
+            submission.request.failover = partial(self._reader_lost, _PooledReader(submission, engine))
+
+    def _reader_lost(
+        self, reader: _PooledReader, request: OpenRequest, error: InferEngineError
+    ) -> InferEngineError | None:
+        """Look for the request of a reader whose engine is lost. Returns the error that ends it if that is final."""
+        if request.lost_s is None:
+            return error
+        if reader.engine.client.reads(request.id):  # it waits for its engine meanwhile
+            if not reader.is_searching and not self._closed:
+                reader.is_searching = True
+                task = asyncio.ensure_future(self._search(reader))
+                self._searches.add(task)
+                task.add_done_callback(self._searches.discard)
+            return error
+        text = f"{error.message} Its engine was lost, and no other has the request: submit it again."
+        return InferEngineError(error.code, text, field=error.field, retry_after_s=error.retry_after_s)
+
+    async def _search(self, reader: _PooledReader) -> None:
+        """Ask the other engines for a lost request until one has it, its own engine is back, or it has ended."""
+        try:
+            while self._is_searched(reader):
+                for engine in self._engines:
+                    if await self._has_request(engine, reader) and self._is_searched(reader):
+                        reader.engine.client.forget(reader.submission.request)
+                        reader.engine = engine
+                        reader.submission.move_to(engine.client)
+                        self._remember(reader.submission.id, engine)
+                        return
+                await asyncio.sleep(SEARCH_S)
+        except InferEngineError as error:
+            reader.submission.request.end(error)  # the engine was lost in that moment: no session has the request
+        finally:
+            reader.is_searching = False
+
+    async def _has_request(self, engine: _Engine, reader: _PooledReader) -> bool:
+        """Ask an engine that is not the reader's for its request, by attaching to it at the end of what is read."""
+        client, request = engine.client, reader.submission.request
+        if engine is reader.engine or engine.is_closed or not client.ready or client.reads(request.id):
+            return False
+        if engine_mismatch(request, client.welcome) is not None:
+            return False
+        reply = request.origin.reply
+        cursors = [item.num_characters if reply == "text" else item.num_tokens for item in request.collectors]
+        probe = None
+        try:
+            probe = client.attach(request.id, cursors, len(cursors), reply)
+            async with asyncio.timeout(SEARCH_TIMEOUT_S):
+                await probe.accepted()
+            return True
+        except (InferEngineError, TimeoutError):
+            return False
+        finally:
+            if probe is not None:
+                client.forget(probe.request)
+
+    def _is_searched(self, reader: _PooledReader) -> bool:
+        """Return whether a reader's request is still lost and waits for its engine."""
+        request = reader.submission.request
+        return request.lost_s is not None and not request.finished and reader.engine.client.reads(request.id)
 
     # -- circuits and hedges -----------------------------------------------------------------------------------------
 
@@ -718,12 +807,21 @@ class PooledAttachment:
     """An ATTACH to a request whose engine the pool does not know, for instance after a restart: asks each in turn."""
 
     def __init__(
-        self, clients: Sequence[AsyncClient], request_id: bytes, cursors: Sequence[int], n: int, reply: str
+        self,
+        clients: Sequence[AsyncClient],
+        request_id: bytes,
+        cursors: Sequence[int],
+        n: int,
+        reply: str,
+        *,
+        on_accepted: Callable[[Submission, AsyncClient], None],
     ) -> None:
+        """`on_accepted` is called with what was accepted and where."""
         self.id = request_id
         self.streams: list[Stream] = []
         self._clients = clients
         self._arguments = (cursors, n, reply)
+        self._on_accepted = on_accepted
         self._submission: Submission | None = None
         self._cancelled = self._left = False
 
@@ -740,6 +838,7 @@ class PooledAttachment:
                     continue
                 break
             self._submission, self.streams = submission, submission.streams
+            self._on_accepted(submission, client)
             if self._cancelled:
                 submission.cancel()
             if self._left:

@@ -223,6 +223,11 @@ class Session:
         if request.lost_s is not None and self.phase is not Phase.UP:
             self._moved_ids.append(request.id)
 
+    def forget(self, request: OpenRequest) -> None:
+        """Forget a request that is read at another engine from now on. This engine is told nothing: others may read it
+        here, and what it still sends is ignored."""
+        self.requests.release(request)
+
     def leave(self, request: OpenRequest) -> None:
         """Forget a request without readers. The engine cancels it, now or when it is back, unless another peer reads
         it."""

@@ -6,10 +6,13 @@ import asyncio
 from array import array
 from collections.abc import Awaitable, Callable
 
+import pytest
+
 from inferengine.client import EnginePool
+from inferengine.client import pool as pool_module
 from inferengine.sampling_params import SamplingParams
-from inferengine.wire.messages import Accept, Reject, Submit
-from tests.client.builders import ScriptedEngine
+from inferengine.wire.messages import Accept, Attach, Reject, Submit
+from tests.client.builders import WAIT_S, ScriptedEngine, finish_of
 
 Body = Callable[[EnginePool, list[ScriptedEngine]], Awaitable[None]]
 
@@ -59,3 +62,87 @@ def test_full_engines_are_tried_once_each_and_then_after_the_delay_that_they_nam
         assert not request.finished
 
     run(body, 3)
+
+
+async def answer(engine: ScriptedEngine, *, has_request: bool) -> Attach:
+    """Wait for an ATTACH at this engine, answer it, and return it."""
+    found: list[Attach] = []
+    async with asyncio.timeout(30.0):
+        while not (found := engine.received(Attach)):
+            await asyncio.sleep(0)
+    (message,) = found
+    if has_request:
+        engine.send(Accept(message.id, message.stream, 3, attached=True))
+    else:
+        engine.send(Reject(message.id, message.stream, "not_found", "There is no such request."))
+    return message
+
+
+def test_a_reader_who_attached_follows_the_request_to_the_engine_that_resumes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_module, "SEARCH_S", 0.0)
+
+    async def body(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
+        home, other, third = engines
+        reader = pool.attach(bytes(16))
+        attached = asyncio.ensure_future(reader.accepted())
+        message = await answer(home, has_request=True)
+        await attached
+        home.step([message.stream], [11])
+        home.die()
+        home.run_until(10.0)
+        for has_request in (False, True):  # the submitter resumes it there in between
+            assert (await answer(other, has_request=False)).cursors == (1,)
+            probe = await answer(third, has_request=has_request)
+        resumed = await answer(third, has_request=True)
+        assert (resumed.cursors, resumed.stream != probe.stream) == ((1,), True)
+        third.step([probe.stream, resumed.stream], [99, 12])
+        assert (await anext(reader.streams[0])).token_ids == [11, 12]
+
+    run(body, 3)
+
+
+def test_a_reader_whose_request_no_engine_has_ends_once_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "SEARCH_S", 0.0)
+
+    async def body(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
+        home, other = engines
+        pool._remember(bytes(16), pool._engines[0])
+        request = pool.attach(bytes(16)).request  # type: ignore[union-attr]
+        await answer(home, has_request=True)
+        home.die()
+        home.run_until(10.0)
+        for _ in range(3):
+            await answer(other, has_request=False)
+        assert not request.finished
+        home.run_until(WAIT_S + 20.0)
+        finish = finish_of(request)
+        assert finish is not None
+        assert finish.detail[0] == "engine_unavailable"
+        assert finish.detail[1].endswith("no other has the request: submit it again.")
+
+    run(body, 2)
+
+
+def test_a_reader_whose_engine_is_back_reads_on_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "SEARCH_S", 0.0)
+
+    async def body(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
+        home, other = engines
+        pool._remember(bytes(16), pool._engines[0])
+        request = pool.attach(bytes(16)).request  # type: ignore[union-attr]
+        await answer(home, has_request=True)
+        home.die()
+        home.run_until(10.0)
+        await answer(other, has_request=False)
+        home.come_back()
+        message = await answer(home, has_request=True)
+        home.step([message.stream], [11])
+        assert request.collectors[0].take().token_ids == [11]
+        while pool._searches:
+            for late in other.received(Attach):
+                other.send(Reject(late.id, late.stream, "not_found", "There is no such request."))
+            await asyncio.sleep(0)
+
+    run(body, 2)
