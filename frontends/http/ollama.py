@@ -13,6 +13,7 @@ never shifted or cut: a prompt longer than `num_ctx` is refused.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import deque
@@ -37,7 +38,7 @@ from frontends.http.anthropic import tool_input
 from frontends.http.bodies import SAMPLING, read_json, read_options, read_params
 from frontends.http.openai.completion_formats import chat_logprobs_object
 from frontends.http.openai.completions import prompt_names, read_chat
-from frontends.http.openai.embeddings import embedding_inputs
+from frontends.http.openai.embeddings import embedding_inputs, made
 from frontends.http.respond import EventStream, EventTemplate, JsonBytes, RouteHandler
 from frontends.http.routes.tokenize import MAX_TOKENS
 from frontends.http.state import HttpState
@@ -597,12 +598,13 @@ async def _embed(ask: _Ask, texts: Sequence[str], field: str, *, truncate: bool)
     names = prompt_names(len(texts), field)
     prompts = []
     for name, text in zip(names, texts, strict=True):
+        await asyncio.sleep(0)  # short texts are tokenized here: let other requests run in between
         if not text:
             raise InvalidRequest(name, "must not be empty")
         most = MAX_TOKENS if truncate else None
         token_ids = await served.encode(text, config.limits, name=name, most=most)
         prompts.append(token_ids[: served.info.max_model_len] if truncate else token_ids)
-    call = embedding_inputs(engines, prompts, names, "", options)
+    call = embedding_inputs(engines, made(prompts), names, "", options)
     with ask.service.call(call, ask.request.receive):
         return await call.collect()
 

@@ -65,7 +65,7 @@ async def embeddings(request: Request) -> Response:
     prompts = await read_prompts(body, served, config.limits, field="input", most=most, keep=keep)
     names = prompt_names(len(prompts), "input")
     engines = service.engines_for(request, served, detachable=False)
-    call = embedding_inputs(engines, prompts, names, pooling, options)
+    call = embedding_inputs(engines, made(prompts), names, pooling, options)
     with service.call(call, request.receive):
         found = await call.collect()
     describe_embeddings(request.scope, found, dimensions)
@@ -121,21 +121,22 @@ class Inputs(Generic[Answer]):
         self,
         ask: Callable[[Sequence[int], dict[str, Any]], Submission],
         read: Callable[[Submission, Sequence[int], dict[str, Any]], Awaitable[Answer]],
-        prompts: Sequence[Sequence[int]],
+        prompt_of: Callable[[int], Awaitable[Sequence[int]]],
         names: Sequence[str],
         options: Options,
     ) -> None:
-        """`ask` submits a prompt with further arguments, `read` waits for its answer. `names[i]`: the request's name of
-        `prompts[i]`, for errors."""
+        """`ask` submits a prompt with further arguments, `read` waits for its answer. `prompt_of` makes the prompt of
+        an input when its turn comes: those of all together may be far larger than the body. `names[i]`: the request's
+        name of input i, for errors."""
         self._ask = ask
         self._read = read
-        self._prompts = prompts
+        self._prompt_of = prompt_of
         self._names = names
         self._options = options
-        self._waiting = deque(range(len(prompts)))
+        self._waiting = deque(range(len(names)))
         self._found: dict[int, Answer] = {}
         self._open: set[Submission] = set()
-        self._num_workers = min(IN_FLIGHT, len(prompts))
+        self._num_workers = min(IN_FLIGHT, len(names))
         self._began_s = 0.0
         self._error: InferEngineError | None = None
 
@@ -152,7 +153,7 @@ class Inputs(Generic[Answer]):
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
             self.cancel()
-        return [self._found[index] for index in range(len(self._prompts))]
+        return [self._found[index] for index in range(len(self._names))]
 
     def cancel(self) -> None:
         """Cancel all inputs in the engines. May be called repeatedly."""
@@ -180,6 +181,7 @@ class Inputs(Generic[Answer]):
         self._num_workers -= 1
 
     async def _answer(self, index: int) -> Answer:
+        prompt = await self._prompt_of(index)
         if self._error is not None:
             raise self._error
         options, deadline_s = self._options, self._options.deadline_s
@@ -192,10 +194,10 @@ class Inputs(Generic[Answer]):
             "deadline_s": deadline_s,
             "label": options.label,
         }
-        submission = self._ask(self._prompts[index], arguments)
+        submission = self._ask(prompt, arguments)
         self._open.add(submission)
         try:
-            answer = await self._read(submission, self._prompts[index], arguments)
+            answer = await self._read(submission, prompt, arguments)
         except InferEngineError as error:
             if error.field == "prompt":
                 error.field = self._names[index]
@@ -205,14 +207,27 @@ class Inputs(Generic[Answer]):
         return answer
 
 
+def made(prompts: Sequence[Sequence[int]]) -> Callable[[int], Awaitable[Sequence[int]]]:
+    """Return what gives prompts that are made already to Inputs."""
+
+    async def prompt_of(index: int) -> Sequence[int]:
+        return prompts[index]
+
+    return prompt_of
+
+
 def embedding_inputs(
-    engine: Submitter, prompts: Sequence[Sequence[int]], names: Sequence[str], pooling: str, options: Options
+    engine: Submitter,
+    prompt_of: Callable[[int], Awaitable[Sequence[int]]],
+    names: Sequence[str],
+    pooling: str,
+    options: Options,
 ) -> Inputs[Embedding]:
-    """Make a call that embeds `prompts`. `pooling` empty: the engine's default."""
+    """Make a call that embeds the prompts of `names`. `pooling` empty: the engine's default."""
     return Inputs(
         lambda prompt, arguments: engine.submit(prompt, None, reply="embedding", pooling=pooling, **arguments),
         lambda submission, prompt, arguments: submission.embedding(),
-        prompts,
+        prompt_of,
         names,
         options,
     )

@@ -7,9 +7,10 @@ number, whose sigmoid is the score. Of any other model it is the cosine of the t
 
 from __future__ import annotations
 
+import asyncio
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -161,14 +162,33 @@ async def _score(
         raise InferEngineError("unsupported", "This engine gives no embeddings to compare.")
     if instruction is not None:
         raise InvalidRequest("instruction", "is for rerankers; put it into the query of an embedding model")
-    texts = {pair.query: pair.query_name for pair in pairs} | {pair.text: pair.text_name for pair in pairs}
-    prompts = [await served.encode(text, config.limits, name=name) for text, name in texts.items()]
-    vectors = embedding_inputs(engines, prompts, list(texts.values()), "", options)
+    names = {pair.query: pair.query_name for pair in pairs} | {pair.text: pair.text_name for pair in pairs}
+    texts = list(names)
+
+    async def prompt_of(place: int) -> list[int]:
+        return await served.encode(texts[place], config.limits, name=names[texts[place]])
+
+    vectors = embedding_inputs(engines, _in_turns(prompt_of), list(names.values()), "", options)
     with service.call(vectors, request.receive):
         embeddings = await vectors.collect()
     by_text = dict(zip(texts, (to_floats(one.data) for one in embeddings), strict=True))
-    values = [sum(map(operator.mul, by_text[pair.query], by_text[pair.text])) for pair in pairs]
+    values = []
+    for pair in pairs:
+        values.append(sum(map(operator.mul, by_text[pair.query], by_text[pair.text])))
+        await asyncio.sleep(0)
     return Scores(values, sum(one.prompt_tokens for one in embeddings))
+
+
+def _in_turns(encode: Callable[[int], Awaitable[list[int]]]) -> Callable[[int], Awaitable[list[int]]]:
+    """Let other requests run between the texts of a call: short ones are tokenized on the event loop."""
+    turn = asyncio.Lock()
+
+    async def prompt_of(place: int) -> list[int]:
+        async with turn:
+            await asyncio.sleep(0)
+            return await encode(place)
+
+    return prompt_of
 
 
 def _asks_yes_or_no(config: Config, served: ServedModel) -> bool:
@@ -184,13 +204,27 @@ async def _pair_inputs(
     if frame is None:
         raise InferEngineError("unsupported", "This model's tokenizer does not say how the texts of a pair are joined.")
     before, between, after = frame
-    names = {pair.query: pair.query_name for pair in pairs} | {pair.text: pair.text_name for pair in pairs}
-    ids = {
-        text: await served.encode(text, config.limits, name=name, add_special_tokens=False)
-        for text, name in names.items()
-    }
-    prompts = [[*before, *ids[pair.query], *between, *ids[pair.text], *after] for pair in pairs]
-    return embedding_inputs(engines, prompts, [pair.text_name for pair in pairs], "", options)
+    queries: dict[str, list[int]] = {}
+
+    async def ids_of(text: str, name: str) -> list[int]:
+        return await served.encode(text, config.limits, name=name, add_special_tokens=False)
+
+    async def prompt_of(place: int) -> list[int]:
+        pair = pairs[place]
+        return [*before, *queries[pair.query], *between, *await ids_of(pair.text, pair.text_name), *after]
+
+    for pair in pairs:
+        if pair.query not in queries:
+            await asyncio.sleep(0)
+            ids = queries[pair.query] = await ids_of(pair.query, pair.query_name)
+            if (count := len(before) + len(ids) + len(between) + len(after)) >= served.info.max_model_len:
+                raise InvalidRequest(
+                    pair.query_name,
+                    f"This model's maximum context length is {served.info.max_model_len} tokens; this text alone makes "
+                    f"{count} of a pair's prompt. Shorten it.",
+                    code="context_length_exceeded",
+                )
+    return embedding_inputs(engines, _in_turns(prompt_of), [pair.text_name for pair in pairs], "", options)
 
 
 # -- rerankers ---------------------------------------------------------------------------------------------------------
@@ -210,10 +244,11 @@ async def _yes_no_inputs(
     yes, no = answers
     if yes is None or no is None:
         raise InferEngineError("unsupported", 'This model has no tokens "yes" and "no": set http.rerank = cosine')
-    prompts = []
-    for pair in pairs:
+
+    async def prompt_of(place: int) -> list[int]:
+        pair = pairs[place]
         text = f"{BEFORE}<Instruct>: {instruction}\n<Query>: {pair.query}\n<Document>: {pair.text}{AFTER}"
-        prompts.append(await served.encode(text, config.limits, name=pair.text_name, add_special_tokens=False))
+        return await served.encode(text, config.limits, name=pair.text_name, add_special_tokens=False)
 
     def ask(prompt: Sequence[int], allowed: tuple[int, ...], **arguments: Any) -> Submission:
         params = SamplingParams(
@@ -233,7 +268,7 @@ async def _yes_no_inputs(
     return Inputs(
         lambda prompt, arguments: ask(prompt, (yes, no), **arguments),
         judge,
-        prompts,
+        _in_turns(prompt_of),
         [pair.text_name for pair in pairs],
         options,
     )

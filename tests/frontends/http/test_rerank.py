@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
 from array import array
@@ -10,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from frontends.http.openai.embeddings import IN_FLIGHT
 from inferengine.client.requests import TokenLogprobs
 from inferengine.simulation.simulated_executor import simulated_embedding
 from inferengine.text import Tokenizer
-from inferengine.wire.messages import Submit
+from inferengine.wire.messages import Reject, Submit
 from tests.frontends.http.builders import House, house, ids
 from tests.frontends.scripted_engine import EMBEDDING_SIZE, FILES, Script, ScriptedEngine, model_info
 
@@ -178,6 +181,15 @@ def test_what_a_cross_encoder_cannot_is_refused(
     assert words in response.json()["error"]["message"]
 
 
+def test_a_query_that_leaves_no_place_for_a_document_is_named(cross_encoder: House) -> None:
+    longest = cross_encoder.engine.info.max_model_len
+    response = cross_encoder.post("/v1/rerank", query="a " * longest, documents=["b"])
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("query", "context_length_exceeded")
+    assert not cross_encoder.engine.submits
+
+
 def sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value))
 
@@ -187,3 +199,64 @@ def test_a_model_without_the_words_is_no_reranker() -> None:
         response = built.post("/v1/score", text_1="a", text_2="b")
         assert response.status_code == 400
         assert "set http.rerank = cosine" in response.json()["error"]["message"]
+
+
+# -- many texts --------------------------------------------------------------------------------------------------------
+
+
+class Tokenized:
+    """Counts the texts that are tokenized on the event loop: in all, and the most in one turn of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_texts = self.most_in_a_turn = self._in_this_turn = 0
+        encode = Tokenizer.encode
+
+        def counted(tokenizer: Tokenizer, text: str, *arguments: Any, **options: Any) -> list[int]:
+            with contextlib.suppress(RuntimeError):  # no loop: the engine's thread
+                asyncio.get_running_loop().call_soon(self._end_turn)
+                self.num_texts += 1
+                self._in_this_turn += 1
+                self.most_in_a_turn = max(self.most_in_a_turn, self._in_this_turn)
+            return encode(tokenizer, text, *arguments, **options)
+
+        monkeypatch.setattr(Tokenizer, "encode", counted)
+
+    def _end_turn(self) -> None:
+        self._in_this_turn = 0
+
+
+DOCUMENTS = [f"{number}" for number in range(2 * IN_FLIGHT)]
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "body"),
+    [
+        ("served", "/v1/rerank", {"query": "say", "documents": DOCUMENTS}),
+        ("cross_encoder", "/v1/rerank", {"query": "say", "documents": DOCUMENTS}),
+        ("cross_encoder", "/v1/score", {"text_1": DOCUMENTS, "text_2": DOCUMENTS[::-1]}),
+        ("reranker", "/v1/rerank", {"query": "a cat", "documents": DOCUMENTS}),
+        ("served", "/v1/embeddings", {"input": DOCUMENTS}),
+        ("served", "/api/embed", {"model": "tiny", "input": DOCUMENTS}),
+    ],
+)
+def test_other_requests_run_between_the_texts_of_a_call(
+    model: str, path: str, body: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: House = request.getfixturevalue(model)
+    tokenized = Tokenized(monkeypatch)
+    ask(asked, path, **body)
+    assert tokenized.num_texts >= len(DOCUMENTS)
+    assert tokenized.most_in_a_turn == 1
+
+
+@pytest.mark.parametrize("model", ["cross_encoder", "reranker"])
+def test_the_query_is_not_repeated_in_memory_for_every_document(
+    model: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused call has made no more prompts than may be in flight."""
+    asked: House = request.getfixturevalue(model)
+    asked.engine.refuse = Reject(None, None, "invalid_request", "No.")
+    tokenized = Tokenized(monkeypatch)
+    response = asked.post("/v1/rerank", query="say", documents=DOCUMENTS)
+    assert response.status_code == 400
+    assert tokenized.num_texts <= IN_FLIGHT + 1
