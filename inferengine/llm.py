@@ -224,6 +224,7 @@ class LLM:
             if (name := unknown[0]) in NAMES:
                 raise TypeError(f"there is no argument {name}: it belongs in params, as SamplingParams({name}=...)")
             raise TypeError(f"there is no argument {unknown[0]}{suggestion(unknown[0], known)}")
+        self._refuse_scores()
         if not self.capacity.is_causal:
             raise InvalidRequest("prompts", "the model makes embeddings alone: call embed", code="unsupported")
         listed = self._as_list(prompts)
@@ -271,8 +272,7 @@ class LLM:
         Raises InvalidRequest naming the field of the first prompt that cannot run (then nothing has run), and
         InferEngineError when computing one fails.
         """
-        if self.capacity.scores:
-            raise InvalidRequest("prompts", "the model scores pairs of texts: POST /v1/rerank", code="unsupported")
+        self._refuse_scores()
         pooling = pooling or self._pooling
         if pooling not in POOLINGS:
             raise InvalidRequest("pooling", f"must be one of {', '.join(POOLINGS)}")
@@ -331,6 +331,10 @@ class LLM:
         self.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _refuse_scores(self) -> None:
+        if self.capacity.scores:
+            raise InvalidRequest("prompts", "the model scores pairs of texts: POST /v1/rerank", code="unsupported")
 
     def _as_list(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         """Return one prompt or several as a list."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from inferengine import LLM
 from inferengine.config import Config
+from inferengine.config.model_path import EMBEDDED
 from inferengine.engine.model_info import pooling_of
 from inferengine.engine.options import unused_features
-from inferengine.errors import ConfigError
+from inferengine.errors import ConfigError, InvalidRequest
 from inferengine.executor.load import dry_run
 from inferengine.sampling_params import POOLINGS
 from tests.executor.engine import Engine
@@ -136,6 +139,16 @@ def test_scores_of_a_cross_encoder_are_transformers(kind: str, tmp_path: Path) -
             expected = float(model(torch.tensor([tokens]), **more).logits[0, 0])
         assert abs(engine.embeddings[uid][0] - expected) < 1e-4
     assert pooling_of(Config(), tmp_path) == "cls"
+
+
+def test_what_a_cross_encoder_cannot_is_refused_with_what_it_can(tmp_path: Path) -> None:
+    make_reranker(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, tmp_path)
+    with LLM(str(tmp_path), engine={"device": "cpu"}, cache={"num_blocks": 64}) as llm:
+        for ask in (llm.generate, llm.embed):
+            with pytest.raises(InvalidRequest, match="/v1/rerank"):
+                ask([5, 6, 7], progress=False)
 
 
 @pytest.mark.parametrize("kind", ["XLMRoberta", "Bert"])

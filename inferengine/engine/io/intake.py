@@ -77,8 +77,8 @@ def check_submit(
     if message.reply == "embedding" or message.pooling:
         _check_embedding(message, params, has_embeddings)
     elif not has_tokens:
-        text = "it makes embeddings alone: ask for those, or have another model served"
-        raise InvalidRequest("model", text, code="unsupported")
+        asks = "ask for embeddings (of a cross-encoder for scores: /v1/rerank, /v1/score)"
+        raise InvalidRequest("model", f"it makes no text: {asks}, or have another model served", code="unsupported")
     if (message.reply in ("text", "both") or message.prompt is None) and not has_text:
         raise InvalidRequest("reply", "this model has no tokenizer: send and read token ids", code="unsupported")
     if message.grammar is not None:
