@@ -152,7 +152,7 @@ def test_a_long_output_is_detokenized_a_few_tokens_at_a_time_for_who_attaches(
         return push(self, token_ids, **flags)
 
     monkeypatch.setattr(TextLog, "push", counted)
-    monkeypatch.setattr("inferengine.engine.io.intake.TOKENS_PER_TURN", most)
+    monkeypatch.setattr("inferengine.engine.io.intake.TOKENS_PER_TURN", 0)  # until all have asked
     with run_script(text, step_s=0.005 if is_live else 0.0) as engine:
         client, other = connect(engine), connect(engine)
         client.submit(1, id=ID, max_tokens=len(script))
@@ -165,6 +165,9 @@ def test_a_long_output_is_detokenized_a_few_tokens_at_a_time_for_who_attaches(
         other.send(Attach(ID, 5, (4,), reply="text"))
         other.send(Attach(ID, 5, (4,), reply="text"))  # sent again, as after a reconnect
         other.send(Attach(ID, 6, (25,), reply="both"))
+        other.send(Attach(bytes(16), 7, (0,)))  # messages are taken in order: its answer says that all are there
+        assert other.expect(Reject).stream == 7
+        monkeypatch.setattr("inferengine.engine.io.intake.TOKENS_PER_TURN", most)
         collected = other.collect({5, 6})
         assert collected.text[5] == text[4:]
         assert collected.tokens[6] == script[25:]
