@@ -449,6 +449,7 @@ class LoadedEngine:
     limits: AdmissionLimits
     vocab_size: int
     makes_tokens: bool = True  # False: embeddings alone
+    scores: bool = False  # what it makes are no embeddings but scores of pairs of texts
     embedding_size: int = 0  # 0: the engine gives no embeddings
     speculation_method: str = "none"  # `speculation.method`, decided
     check: CheckRequest = accept_any

@@ -239,7 +239,7 @@ class EngineService:
         self.lifecycle.mark("measuring the device")
         method = speculation_method(self.config.speculation.method, capacity)
         check = executor.check if isinstance(executor, RelayLoop) else accept_any
-        makes = capacity.is_causal, capacity.embedding_size
+        makes = capacity.is_causal, capacity.scores, capacity.embedding_size
         self._engine.set(LoadedEngine(loop, limits, capacity.vocab_size, *makes, method, check))
         adapters: AdapterStore | None = getattr(executor, "adapters", None)
         make_recorder: MakeRecorder | None = getattr(executor, "recorder", None)

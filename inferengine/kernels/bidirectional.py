@@ -39,9 +39,10 @@ def bidirectional_attention(
     for first, last in pairwise(bounds):
         query, key, value = (heads[first:last].transpose(0, 1).unsqueeze(0) for heads in (queries, keys, values))
         near = None
-        if window is not None and window < last - first:
-            places = torch.arange(last - first, device=queries.device)
-            near = (places[:, None] - places[None, :]).abs() < window
+        length = last - first
+        if window is not None and window < length:
+            near = torch.ones(length, length, dtype=torch.bool, device=queries.device)
+            near = near.triu_(1 - window).tril_(window - 1)
         found = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=near, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
         )

@@ -10,6 +10,7 @@ import pytest
 
 from inferengine.client import EnginePool
 from inferengine.client import pool as pool_module
+from inferengine.client.requests import OpenRequest
 from inferengine.sampling_params import SamplingParams
 from inferengine.wire.messages import Accept, Attach, Reject, Submit
 from tests.client.builders import WAIT_S, ScriptedEngine, finish_of
@@ -103,16 +104,22 @@ def test_a_reader_who_attached_follows_the_request_to_the_engine_that_resumes_it
     run(body, 3)
 
 
+async def attach_and_lose(pool: EnginePool, home: ScriptedEngine) -> OpenRequest:
+    """Attach to a request at the first engine, which dies; returns what the reader's client keeps of it."""
+    pool._remember(bytes(16), pool._engines[0])
+    request: OpenRequest = pool.attach(bytes(16)).request  # type: ignore[union-attr, assignment]
+    await answer(home, has_request=True)
+    home.die()
+    home.run_until(10.0)
+    return request
+
+
 def test_a_reader_whose_request_no_engine_has_ends_once_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "SEARCH_S", 0.0)
 
     async def body(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
         home, other = engines
-        pool._remember(bytes(16), pool._engines[0])
-        request = pool.attach(bytes(16)).request  # type: ignore[union-attr]
-        await answer(home, has_request=True)
-        home.die()
-        home.run_until(10.0)
+        request = await attach_and_lose(pool, home)
         for _ in range(3):
             await answer(other, has_request=False)
         assert not request.finished
@@ -130,11 +137,7 @@ def test_a_reader_whose_engine_is_back_reads_on_there(monkeypatch: pytest.Monkey
 
     async def body(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
         home, other = engines
-        pool._remember(bytes(16), pool._engines[0])
-        request = pool.attach(bytes(16)).request  # type: ignore[union-attr]
-        await answer(home, has_request=True)
-        home.die()
-        home.run_until(10.0)
+        request = await attach_and_lose(pool, home)
         await answer(other, has_request=False)
         home.come_back()
         message = await answer(home, has_request=True)

@@ -105,9 +105,30 @@ def test_a_model_that_makes_embeddings_alone_generates_nothing() -> None:
         raw.ask()
         reject = raw.expect(Reject)
         assert (reject.code, reject.field) == ("unsupported", "model")
-        assert "makes no text: ask for embeddings (of a cross-encoder for scores: /v1/rerank" in reject.message
+        assert "it makes embeddings alone: ask for those" in reject.message
         raw.ask(reply="embedding", stream=3)
         assert read(raw, 3)[1] == simulated_embedding(5, False, SIZE)
+        check_idle(built)
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "field", "words"),
+    [
+        ({}, "unsupported", "model", "it makes scores of pairs (/v1/rerank, /v1/score) alone"),
+        ({"reply": "embedding", "pooling": "mean"}, "invalid_request", "pooling", "made of the first token's state"),
+    ],
+)
+def test_a_model_that_scores_pairs_is_asked_for_nothing_else(
+    asked: dict[str, Any], code: str, field: str, words: str
+) -> None:
+    capacity = small_capacity()._replace(is_causal=False, scores=True, embedding_size=1)
+    with run_service(lambda: SimulatedExecutor(capacity)) as built, raw_of(built) as raw:
+        raw.ask(**asked)
+        reject = raw.expect(Reject)
+        assert (reject.code, reject.field) == (code, field)
+        assert words in reject.message
+        raw.ask(reply="embedding", pooling="cls", stream=3)
+        assert read(raw, 3)[1] == simulated_embedding(5, False, 1)
         check_idle(built)
 
 

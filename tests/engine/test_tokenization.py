@@ -138,12 +138,8 @@ class TestStopStrings:
             assert engine.core.scheduler.stats.num_steps < 30
 
 
-@pytest.mark.parametrize("is_live", [False, True])
-def test_a_long_output_is_detokenized_a_few_tokens_at_a_time_for_who_attaches(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, is_live: bool
-) -> None:
-    text = "the quick brown fox jumps over 你好 the lazy dog " * 3
-    script, most = script_of(text), 7
+def count_pushes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of tokens of every call that detokenizes."""
     pushed: list[int] = []
     push = TextLog.push
 
@@ -152,6 +148,16 @@ def test_a_long_output_is_detokenized_a_few_tokens_at_a_time_for_who_attaches(
         return push(self, token_ids, **flags)
 
     monkeypatch.setattr(TextLog, "push", counted)
+    return pushed
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_a_long_output_is_detokenized_a_few_tokens_at_a_time_for_who_attaches(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, is_live: bool
+) -> None:
+    text = "the quick brown fox jumps over 你好 the lazy dog " * 3
+    script, most = script_of(text), 7
+    pushed = count_pushes(monkeypatch)
     monkeypatch.setattr("inferengine.engine.io.intake.TOKENS_PER_TURN", 0)  # until all have asked
     with run_script(text, step_s=0.005 if is_live else 0.0) as engine:
         client, other = connect(engine), connect(engine)
@@ -188,14 +194,7 @@ def test_a_long_resumed_output_is_detokenized_a_few_tokens_at_a_time(
         7,
         len(script_of("the quick brown fox jumps over 你好 the " * 3 + "lazy dog")),
     )
-    pushed: list[int] = []
-    push = TextLog.push
-
-    def counted(self: TextLog, token_ids: list[int], **flags: bool) -> bool:
-        pushed.append(len(token_ids))
-        return push(self, token_ids, **flags)
-
-    monkeypatch.setattr(TextLog, "push", counted)
+    pushed = count_pushes(monkeypatch)
     monkeypatch.setattr("inferengine.engine.io.intake.TOKENS_PER_TURN", most)
     with run_script(text) as engine:
         client = connect(engine)

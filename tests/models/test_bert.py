@@ -151,6 +151,13 @@ def test_what_a_cross_encoder_cannot_is_refused_with_what_it_can(tmp_path: Path)
                 ask([5, 6, 7], progress=False)
 
 
+def test_a_score_of_other_states_than_the_first_tokens_is_refused(tmp_path: Path) -> None:
+    make_reranker(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        Engine(tmp_path, model={"pooling": "mean"})
+    assert caught.value.field == "model.pooling"
+
+
 @pytest.mark.parametrize("kind", ["XLMRoberta", "Bert"])
 def test_classifiers_of_several_labels_are_refused(kind: str, tmp_path: Path) -> None:
     make_reranker(tmp_path, kind, labels=3)

@@ -66,10 +66,11 @@ def check_submit(
     vocab_size: int,
     has_embeddings: bool,
     has_text: bool,
-    has_tokens: bool = True,
+    has_tokens: bool,
+    scores: bool,
 ) -> SamplingParams:
     """Check a SUBMIT and return its sampling parameters. `has_embeddings`, `has_text` and `has_tokens` say what the
-    engine can give. Raises InvalidRequest."""
+    engine can give, `scores` that its vectors are scores of pairs. Raises InvalidRequest."""
     params = from_map(message.params)
     validate(params, vocab_size=vocab_size, limits=limits)
     if message.reply == "tokens" and params.stop:
@@ -77,8 +78,10 @@ def check_submit(
     if message.reply == "embedding" or message.pooling:
         _check_embedding(message, params, has_embeddings)
     elif not has_tokens:
-        asks = "ask for embeddings (of a cross-encoder for scores: /v1/rerank, /v1/score)"
-        raise InvalidRequest("model", f"it makes no text: {asks}, or have another model served", code="unsupported")
+        makes = "scores of pairs (/v1/rerank, /v1/score)" if scores else "embeddings"
+        raise InvalidRequest("model", f"it makes {makes} alone: ask for those", code="unsupported")
+    if scores and message.pooling not in ("", "cls"):
+        raise InvalidRequest("pooling", "a score is made of the first token's state: leave it out")
     if (message.reply in ("text", "both") or message.prompt is None) and not has_text:
         raise InvalidRequest("reply", "this model has no tokenizer: send and read token ids", code="unsupported")
     if message.grammar is not None:
@@ -441,6 +444,7 @@ class Intake:
                 has_embeddings=engine.embedding_size > 0,
                 has_text=self._texts.available,
                 has_tokens=engine.makes_tokens,
+                scores=engine.scores,
             )
             outputs = read_resume(
                 message, params, vocab_size=engine.vocab_size, max_model_len=engine.limits.max_model_len

@@ -191,6 +191,8 @@ def with_whole_prompts(settings: ExecutorSettings, config: DecoderConfig) -> Exe
         raise ConfigError("speculation.draft_model", f"{why} drafts no tokens: set speculation.method to none")
     if settings.cache_dtype == "fp8":
         raise ConfigError("cache.dtype", f"{why} reads no cache: set it to auto")
+    if config.scores and settings.pooling not in ("auto", "cls"):
+        raise ConfigError("model.pooling", "the model scores pairs by the first token's state: set it to auto")
     longest = context_length(settings, config)
     return replace(settings, max_num_batched_tokens=max(settings.max_num_batched_tokens, longest))
 
@@ -384,9 +386,7 @@ def held_budget(plan: MemoryPlan, memory_fraction: float, *, total: int, free: i
     return min(plan.kv_budget, left)
 
 
-LONGEST_EMBEDDED = (
-    8192  # tokens of a prompt that is computed in one step, unless model.max_model_len says another number
-)
+LONGEST_EMBEDDED = 8192  # tokens of a prompt that is computed in one step, where model.max_model_len is not set
 
 
 def context_length(settings: ExecutorSettings, config: DecoderConfig) -> int:
