@@ -262,8 +262,10 @@ class Executor(Protocol):
     `adapters` (AdapterStore); `recorder()` (makes a ProfileRecorder); `roofline()` (a core/step_time.py Roofline of
     its model and device, or None); `compilations` (its `count` is the number of kernels compiled since `warm_up`, for
     which requests had to wait); `launched` (how it launched its latest step, for the log of one that never ends);
-    `device` (its `type` is `cpu` or `cuda`); `on_lost(function)` (has `function` called with the error, from another
-    thread, when a part of the executor is lost and the step under way may never end).
+    `device` (its `type` is `cpu` or `cuda`); `begin_warm_up(progress)`, called in place of `warm_up`, with `prepare()`
+    (a warm-up that leaves what makes steps faster but what none needs; `prepare` does a piece of it, tens of
+    milliseconds, between two steps, and returns whether more is left); `on_lost(function)` (has `function` called with
+    the error, from another thread, when a part of the executor is lost and the step under way may never end).
     """
 
     max_in_flight: int

@@ -152,6 +152,10 @@ class EngineCore:
         self._busy_since = now
         return self._with_finished(self.scheduler.commit(scheduled, result, now), expired)
 
+    def leave_out(self, seconds: float) -> None:
+        """Count these seconds to no step: the device did something else."""
+        self._busy_since += seconds
+
     def flush(self) -> int:
         """Drop the prefix cache. Returns the number of blocks forgotten."""
         self.executor.flush()

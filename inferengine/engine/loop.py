@@ -32,6 +32,7 @@ IDLE_TURN_S = 1.0  # how often a waiting loop shows that it is alive
 SNAPSHOT_S = 0.1
 STUCK_WAIT_S = 0.01  # nothing can be computed though something waits: for time to pass, or a command
 RATE_MEMORY = 0.8
+PREPARE_S = 1.0  # how often a loop that is never idle has the executor prepare a piece: 2 % of the time, for a minute
 
 
 class StepObserver(Protocol):
@@ -215,6 +216,9 @@ class EngineLoop:
         self.snapshot: SchedulerSnapshot = core.scheduler.snapshot()
         self._snapshot_s = 0.0
         self.observer: StepObserver | None = None
+        # Does a piece of what the executor left for after the start; None: nothing is left.
+        self._prepare: Callable[[], bool] | None = getattr(core.executor, "prepare", None)
+        self._prepared_s = self._clock()
 
     def submit(self, requests: list[Request], grammars: Sequence[Grammar] = ()) -> None:
         """Hand over the choices of one accepted submission, with a grammar for each where they have one."""
@@ -308,10 +312,12 @@ class EngineLoop:
             if core.has_work != self._busy:
                 self._busy = not self._busy
                 self._on_busy(self._busy)
-            if not self._busy:
+            if self._busy:
+                self._step()
+            if self._prepare is not None and not (self._busy and self._clock() - self._prepared_s < PREPARE_S):
+                self._do_prepare(self._prepare)
+            elif not self._busy:
                 self._wait()
-                continue
-            self._step()
             if self._fatal is not None:
                 raise DeviceLost("the device is gone") from self._fatal
 
@@ -345,6 +351,18 @@ class EngineLoop:
             self.observer.ended(num_tokens > 0)
         if now - self._snapshot_s > SNAPSHOT_S:
             self._take_snapshot(now)
+
+    def _do_prepare(self, prepare: Callable[[], bool]) -> None:
+        """Have the executor do one piece of what it left for after the start."""
+        begin = self._clock()
+        try:
+            if not prepare():
+                self._prepare = None
+        except Exception as error:
+            self._prepare = None
+            self.observe_failure(error)
+        self._prepared_s = self._clock()
+        self._core.leave_out(self._prepared_s - begin)
 
     def _measure(self, num_tokens: int, num_rows: int, duration_s: float) -> None:
         """Measure the rate at which prompts are computed, from steps that mostly do that."""

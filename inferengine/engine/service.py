@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from inferengine.config import Config
-from inferengine.core.executor import AdapterStore, Capacity, Executor
+from inferengine.core.executor import AdapterStore, Capacity, Executor, Progress
 from inferengine.core.speculation import build_proposer, speculation_method
 from inferengine.core.step_time import Roofline
 from inferengine.engine.core import EngineCore
@@ -181,7 +181,8 @@ class EngineService:
                 loop = executor
                 loop.begin(self.lifecycle, self.io.post, self._watchdog.feed)
             else:
-                executor.warm_up(self.lifecycle.report)
+                warm_up: Callable[[Progress], None] = getattr(executor, "begin_warm_up", executor.warm_up)
+                warm_up(self.lifecycle.report)
                 loop = self._make_loop(executor, capacity)
             self._announce(executor, loop, capacity)
             gc.collect()

@@ -1,5 +1,5 @@
-"""Steps as CUDA graphs, captured at start: decode steps, and small steps with prompt chunks. Source: CUDA programming
-guide, "CUDA Graphs".
+"""Steps as CUDA graphs: decode steps, and small steps with prompt chunks. Source: CUDA programming guide, "CUDA
+Graphs".
 
 DecodeGraphs: one launch per step for every batch size. A graph holds the model, the head and the draw for a padded
 batch; all sizes share one memory pool. The inputs of a step are copied from pinned memory into one int32 buffer: slot,
@@ -15,7 +15,8 @@ the scratch block and their results are never read. The kernels find rows by `qu
 serves every split of the tokens into prompts. It ends with the logits of the drawing rows; draws follow outside. All
 columns of a step are copied from pinned memory into one int32 buffer, as for decodes.
 
-GraphCapture: captures them one after the other, for both.
+GraphCapture: captures them one after the other, for both. `first` gives the graphs that a start waits for: a step of
+any number of rows has one to be padded to. `later` gives the others, which may be captured between steps.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ RING = 4  # pinned buffers used in turn: as many as steps are under way where no
 DRAWS = (0, RANDOM, RANDOM | FILTER)  # sampler features that a graph can hold: their inputs have fixed addresses
 SLOW_TOKENS = 448  # tokens of a step that is slower than one of 512: 15.9 ms and 13.4 for the 8B on an H200 (cuBLAS)
 LARGEST_WITH_DRAWS = 8  # rows: above, launching the draw hides behind the step, and a fourth of the graphs is enough
+FIRST_SIZES = (1, 8, 16, 32, 64, 128, 256)  # rows of the decode steps captured first, beside the largest
 
 
 # -- uploads -----------------------------------------------------------------------------------------------------------
@@ -103,12 +105,15 @@ class GraphCapture:
             with with_layers(self._model, self._kept):
                 compute()
             torch.cuda.synchronize()
-            graph.capture_begin(pool=self._pool)
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads wait for events
             try:
                 results = compute()
             finally:
                 graph.capture_end()
         return graph, results
+
+
+Capture = Callable[[GraphCapture], None]  # captures one graph
 
 
 # -- decodes -----------------------------------------------------------------------------------------------------------
@@ -169,25 +174,50 @@ class DecodeGraphs:
         device = slots.device
         columns, width = COLUMNS + SHARED_COLUMNS, max(max_rows, MOST_GROUPS)
         self._columns = torch.zeros(columns, width, dtype=torch.int32, device=device)
-        self._columns[0].fill_(slots.num_slots)
-        self._columns[2].fill_(1)
-        self._columns[3].fill_(slots.num_slots * slots.tokens.shape[1])
+        self._clear()
         self._counting = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._pinned = PinnedRing((columns, width), device)
         self._captured: dict[tuple[int, int | None], CapturedStep] = {}
         self._captured_shared: dict[int, CapturedStep] = {}
+        # Whose captures were left for later and have not run.
+        self._waiting: set[tuple[int, int | None]] = set()
+        self._waiting_shared: set[int] = set()
 
-    def capture_all(self, capture: GraphCapture, progress: Callable[[float], None]) -> None:
-        """Capture every size, with each of its draws, and those whose rows share prefixes."""
-        total = len(self._graphs) + len(self.shared_sizes)
-        for index, (size, needs) in enumerate(self._graphs):
-            graph, (logits, ids) = capture.capture(partial(self.compute, size, needs))
-            self._captured[size, needs] = CapturedStep(graph, logits, ids)
-            progress((index + 1) / total)
-        for index, size in enumerate(reversed(self.shared_sizes)):
-            graph, (logits, ids) = capture.capture(partial(self.compute, size, None, has_shared=True))
-            self._captured_shared[size] = CapturedStep(graph, logits, ids)
-            progress((len(self._graphs) + index + 1) / total)
+    def first(self) -> list[Capture]:
+        """Return the captures that a start waits for: a few sizes, and a single row with its draws."""
+        return [partial(self._capture, graph) for graph in self._graphs if self._is_first(*graph)]
+
+    def later(self) -> list[Capture]:
+        """Return the other captures: the sizes between, further draws, and steps whose rows share prefixes."""
+        graphs = [graph for graph in self._graphs if not self._is_first(*graph)]
+        self._waiting, self._waiting_shared = set(graphs), set(self.shared_sizes)
+        graphs.sort(key=lambda graph: graph[1] is not None)  # a size gains more than a draw: sizes come first
+        shared = [partial(self._capture_shared, size) for size in reversed(self.shared_sizes)]
+        return [*(partial(self._capture, graph) for graph in graphs), *shared]
+
+    def _is_first(self, size: int, needs: int | None) -> bool:
+        return size == 1 or (needs is None and size in (*FIRST_SIZES, self.sizes[-1]))
+
+    def _capture(self, key: tuple[int, int | None], capture: GraphCapture) -> None:
+        self._clear()
+        graph, (logits, ids) = capture.capture(partial(self.compute, *key))
+        self._captured[key] = CapturedStep(graph, logits, ids)
+        self._waiting.discard(key)
+
+    def _capture_shared(self, size: int, capture: GraphCapture) -> None:
+        self._clear()
+        graph, (logits, ids) = capture.capture(partial(self.compute, size, None, has_shared=True))
+        self._captured_shared[size] = CapturedStep(graph, logits, ids)
+        self._waiting_shared.discard(size)
+
+    def _clear(self) -> None:
+        """Make every row the scratch slot's, in no group: what runs outside a graph must not write into the blocks of
+        the latest step's rows."""
+        scratch = self.slots.num_slots
+        self._columns.zero_()
+        self._columns[0].fill_(scratch)
+        self._columns[2].fill_(1)
+        self._columns[3].fill_(scratch * self.slots.tokens.shape[1])
 
     def run_all_eagerly(self) -> None:
         """Run every step to capture once without a graph, to compile its kernels. The draw's kernels are the same for
@@ -201,10 +231,12 @@ class DecodeGraphs:
 
     def draws_for(self, num_rows: int, needs: int) -> int | None:
         """Return the `needs` of the graph for a step of `num_rows` rows whose draws need these features."""
-        return needs if needs in captured_draws(self._padded(num_rows)) else None
+        size = self._padded(num_rows)
+        return needs if needs in captured_draws(size) and (size, needs) not in self._waiting else None
 
     def _padded(self, num_rows: int) -> int:
-        return next(size for size in self.sizes if size >= num_rows)
+        """Return the smallest captured size with room for so many rows."""
+        return next(size for size in self.sizes if size >= num_rows and (size, None) not in self._waiting)
 
     def begin(self, plan: StepPlan) -> None:
         """Take in the changes of block tables of a step that is about to run, whatever launches it."""
@@ -212,8 +244,15 @@ class DecodeGraphs:
             self.prefix_groups.begin(plan)
 
     def shared_prefixes(self, columns: StepColumns) -> RowGroups | None:
-        """Return which rows of a step of decodes share prefixes; None where nothing is, or it does not pay."""
-        return None if self.prefix_groups is None else self.prefix_groups.find(columns)
+        """Return which rows of a step of decodes share prefixes; None where nothing is, it does not pay, or no graph
+        for such a step is captured yet."""
+        if self.prefix_groups is None or self._padded_shared(len(columns.row_slot)) is None:
+            return None
+        return self.prefix_groups.find(columns)
+
+    def _padded_shared(self, num_rows: int) -> int | None:
+        sizes = (size for size in self.shared_sizes if size not in self._waiting_shared)
+        return next((size for size in sizes if size >= num_rows), None)
 
     def run(
         self, columns: StepColumns, needs: int | None, shared: RowGroups | None = None
@@ -222,7 +261,8 @@ class DecodeGraphs:
         `shared` prefixes it ends with the logits."""
         count = len(columns.row_slot)
         if shared is not None:
-            size = next(size for size in self.shared_sizes if size >= count)
+            size = self._padded_shared(count)
+            assert size is not None  # `shared_prefixes` found one
             captured = self._captured_shared[size]
         else:
             size = self._padded(count)
@@ -297,6 +337,7 @@ class DecodeGraphs:
 PROMPT_ROWS = 16  # prompts in one captured step; a step with more runs without a graph
 DECODES = (0, 16, 64, 256)
 PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+FIRST_TOKENS = (64, 256, 1024)  # of the steps captured first: prompts without decodes, and beside any number of them
 FINE_TOKENS = 32  # between the sizes of a step with prompts alone
 PADDING_S = 0.2e-3  # what padding may cost: where FINE_TOKENS take longer, a first token waits for less of it
 STEP_TOKENS = 64  # by which a step of a slow number of tokens grows
@@ -390,6 +431,7 @@ class MixedGraphs:
         self._pinned = PinnedRing((size,), device)
         self._logits: torch.Tensor | None = None  # of every captured step, [most rows of a shape, V]
         self._captured: dict[MixedShape, torch.cuda.CUDAGraph] = {}
+        self._waiting: set[MixedShape] = set()  # whose captures were left for later and have not run
 
     def shape(self, plan: StepPlan, num_draws: int) -> MixedShape | None:
         """Return the smallest captured shape with room for this step; None: there is none."""
@@ -402,16 +444,29 @@ class MixedGraphs:
                 shape
                 for shape in self.shapes
                 if shape.decodes >= decodes and shape.prompt_tokens >= tokens and shape.num_rows >= num_draws
+                if shape not in self._waiting
             ),
             None,
         )
 
-    def capture_all(self, capture: GraphCapture, progress: Callable[[float], None]) -> None:
-        """Capture every shape, largest first: the pool then has its full size from the start."""
-        for index, shape in enumerate(reversed(self.shapes)):
-            self.upload(shape, None, 0)
-            self._captured[shape], _ = capture.capture(partial(self._compute, shape))
-            progress((index + 1) / len(self.shapes))
+    def first(self) -> list[Capture]:
+        """Return the captures that a start waits for, largest first: the pool then has its full size from the start."""
+        return [partial(self._capture, shape) for shape in reversed(self.shapes) if self._is_first(shape)]
+
+    def later(self) -> list[Capture]:
+        """Return the other captures, those of prompts without decodes last: they are the most."""
+        self._waiting = {shape for shape in self.shapes if not self._is_first(shape)}
+        ordered = sorted(self._waiting, key=lambda shape: (shape.decodes == 0, -shape.num_tokens))
+        return [partial(self._capture, shape) for shape in ordered]
+
+    def _is_first(self, shape: MixedShape) -> bool:
+        largest = max(each.decodes for each in self.shapes)
+        return shape == self.shapes[-1] or (shape.decodes in (0, largest) and shape.prompt_tokens in FIRST_TOKENS)
+
+    def _capture(self, shape: MixedShape, capture: GraphCapture) -> None:
+        self.upload(shape, None, 0)
+        self._captured[shape], _ = capture.capture(partial(self._compute, shape))
+        self._waiting.discard(shape)
 
     def run_all_eagerly(self) -> None:
         """Run every step to capture once without a graph, to compile its kernels."""

@@ -7,6 +7,7 @@ back. On a CPU the work is done when `execute` returns.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from inferengine.config import Config
-from inferengine.core.executor import Capacity, KVGroup, Progress, StepPlan
+from inferengine.core.executor import Capacity, KVGroup, Progress, StepPlan, is_fatal
 from inferengine.core.step_time import Roofline
 from inferengine.errors import ConfigError
 from inferengine.executor.cpu_step import Threads, forward_on_cpu
@@ -41,6 +42,8 @@ from inferengine.layers.parallel import KEY, Communicator
 from inferengine.lora.bank import AdapterFolder
 from inferengine.models.cpu_decode import decode_runner
 from inferengine.models.hf_config import read_json
+
+logger = logging.getLogger(__name__)
 
 FORCED_ROWS_ON_CPU = 4  # measured: with eight rows running ahead cost a schema 4 % of its tokens, with one it gave 14 %
 
@@ -67,6 +70,7 @@ class TorchExecutor:
         self.graphs: DecodeGraphs | None = None
         self.mixed: MixedGraphs | None = None
         self._prompt_shapes: list[MixedShape] = []  # of the steps with prompts to capture
+        self._captures: list[Callable[[], None]] = []  # of graphs, left to `prepare`; the next one comes last
         self.draft: DraftModel | None = None
         self.adapters: AdapterFolder | None = None
         self.tuned: TuneReport | None = None  # which kernels were measured
@@ -178,14 +182,41 @@ class TorchExecutor:
     def warm_up(self, progress: Progress) -> None:
         """Compile all kernels, capture the CUDA graphs, and run steps of every kind, so that no request waits for
         it."""
+        self.begin_warm_up(progress)
+        left = len(self._captures)
+        while self.prepare():
+            progress("capturing further graphs", 1.0 - len(self._captures) / left)
+
+    @torch.inference_mode()
+    def begin_warm_up(self, progress: Progress) -> None:
+        """Warm up, but leave to `prepare` the graphs of sizes that a step can be padded beyond."""
         if self.device.type == "cuda":
             compile_draft = None if self.draft is None else self.draft.run_all_sizes
             captured = capture_graphs(self, self._prompt_shapes, compile_draft, progress)
             if captured is not None:
-                self.graphs, self.mixed = captured
+                self.graphs, self.mixed, later = captured
+                self._captures = later[::-1]
         run_warm_up_steps(self, progress)
         self._helpers.close()
         self.compilations = Compilations(device_type=self.device.type)
+
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        """Capture one of the graphs that `begin_warm_up` left: tens of milliseconds, between two steps. Returns whether
+        more are left."""
+        if not self._captures:
+            return False
+        try:
+            self._captures.pop()()
+        except Exception as error:
+            num_left = len(self._captures) + 1
+            self._captures.clear()
+            if is_fatal(error):
+                raise
+            logger.warning("%d graphs are not captured: steps are padded to others", num_left, exc_info=True)
+        if not self._captures:
+            torch.cuda.empty_cache()  # of what ran outside the graphs
+        return bool(self._captures)
 
     def flush(self) -> None:
         """Do nothing: only the cache blocks are kept between requests, and the scheduler forgets those."""
@@ -209,6 +240,7 @@ class TorchExecutor:
             self.compilations.close()
         self.draft = None
         self.graphs = self.mixed = None
+        self._captures.clear()
         for name in ("model", "kv", "slots", "decode_kv_cache", "decode_runner", "_group_caches"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":

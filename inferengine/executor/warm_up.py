@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -54,11 +54,20 @@ class StepRunner(Protocol):
 # -- entry points ------------------------------------------------------------------------------------------------------
 
 
+class StepGraphs(NamedTuple):
+    """The CUDA graphs of an executor."""
+
+    decode: DecodeGraphs
+    mixed: MixedGraphs
+    later: list[Callable[[], None]]  # each captures one of those that are not captured yet
+
+
 def capture_graphs(
     runner: StepRunner, shapes: list[MixedShape], compile_draft: Callable[[], None] | None, progress: Progress
-) -> tuple[DecodeGraphs, MixedGraphs] | None:
-    """Compile every kernel that a step can launch, then capture the CUDA graphs. `shapes` are those of the graphs with
-    prompts, `compile_draft` runs the draft model's steps. Returns None where settings or model want no graphs."""
+) -> StepGraphs | None:
+    """Compile every kernel that a step can launch, then capture the CUDA graphs that a start waits for. `shapes` are
+    those of the graphs with prompts, `compile_draft` runs the draft model's steps. Returns None where settings or model
+    want no graphs."""
     settings = runner.settings
     parts = runner.model, runner.ops, runner.slots, runner.kv.group_caches
     decode = DecodeGraphs(*parts, settings.max_num_seqs, runner.slow_rows, _prefix_groups(runner))
@@ -75,10 +84,12 @@ def capture_graphs(
     if not settings.cuda_graphs or not runner.model.can_be_captured:
         return None
     capture = GraphCapture(runner.model, runner.device)
-    decode.capture_all(capture, lambda share: progress("capturing decode graphs", share))
-    mixed.capture_all(capture, lambda share: progress("capturing prompt graphs", share))
+    for phase, captures in (("capturing decode graphs", decode.first()), ("capturing prompt graphs", mixed.first())):
+        for index, capture_one in enumerate(captures):
+            capture_one(capture)
+            progress(phase, (index + 1) / len(captures))
     torch.cuda.empty_cache()  # of what ran outside the graphs
-    return decode, mixed
+    return StepGraphs(decode, mixed, [partial(each, capture) for each in (*decode.later(), *mixed.later())])
 
 
 def _prefix_groups(runner: StepRunner) -> PrefixGroups | None:

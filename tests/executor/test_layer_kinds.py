@@ -202,7 +202,7 @@ class FakeGraph:
 
     capturing = False
 
-    def capture_begin(self, pool: object) -> None:
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
         FakeGraph.capturing = True
 
     def capture_end(self) -> None:
