@@ -314,7 +314,7 @@ class EngineLoop:
                 self._on_busy(self._busy)
             if self._busy:
                 self._step()
-            if self._prepare is not None and not (self._busy and self._clock() - self._prepared_s < PREPARE_S):
+            if self._prepare is not None and self._may_prepare():
                 self._do_prepare(self._prepare)
             elif not self._busy:
                 self._wait()
@@ -351,6 +351,10 @@ class EngineLoop:
             self.observer.ended(num_tokens > 0)
         if now - self._snapshot_s > SNAPSHOT_S:
             self._take_snapshot(now)
+
+    def _may_prepare(self) -> bool:
+        """Return whether to prepare now: a profile of steps should show steps, and requests go first."""
+        return self.observer is None and not (self._busy and self._clock() - self._prepared_s < PREPARE_S)
 
     def _do_prepare(self, prepare: Callable[[], bool]) -> None:
         """Have the executor do one piece of what it left for after the start."""

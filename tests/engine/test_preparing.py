@@ -13,7 +13,7 @@ from inferengine.core.scheduler.scheduler import SchedulerOptions
 from inferengine.core.sequence import Request
 from inferengine.engine.core import EngineCore
 from inferengine.engine.lifecycle import Lifecycle
-from inferengine.engine.loop import EngineLoop, LoopOutput
+from inferengine.engine.loop import EngineLoop, LoopOutput, StepObserver
 from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from tests.engine.builders import small_capacity
@@ -40,9 +40,9 @@ class Preparing(SimulatedExecutor):
         return self.pieces > 0
 
 
-def run(executor: Preparing, *, is_busy: bool) -> str:
+def run(executor: Preparing, *, is_busy: bool, observer: StepObserver | None = None) -> str:
     """Run a request of STEPS steps, which is there from the start or comes when nothing is left to prepare. Returns
-    what the executor was asked for until the loop was idle again."""
+    what the executor was asked for until the loop was idle again. `observer` watches until the request has ended."""
     capacity = small_capacity()
     options = SchedulerOptions(capacity.max_num_batched_tokens, capacity.max_num_seqs)
     core = EngineCore(executor, capacity, options, clock=time.monotonic)
@@ -58,6 +58,8 @@ def run(executor: Preparing, *, is_busy: bool) -> str:
 
     def post(news: LoopOutput) -> None:
         ended.extend(news.output.finished)
+        if ended:
+            loop.observe_steps(None)
 
     ended: list[object] = []
     loop = EngineLoop(
@@ -68,6 +70,7 @@ def run(executor: Preparing, *, is_busy: bool) -> str:
     )
     if is_busy:
         loop.submit([request])
+    loop.observe_steps(observer)
     loop.run()
     return executor.calls
 
@@ -84,6 +87,21 @@ def test_a_busy_loop_prepares_now_and_then(monkeypatch: pytest.MonkeyPatch) -> N
 def test_requests_go_first_where_the_last_piece_is_not_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inferengine.engine.loop.PREPARE_S", 1e9)
     assert run(Preparing(5), is_busy=True) == "s" * STEPS + "p" * 5
+
+
+class Watching:
+    """An observer of steps that does nothing."""
+
+    def begins(self) -> None:
+        pass
+
+    def ended(self, computed: bool) -> None:
+        pass
+
+
+def test_nothing_is_prepared_while_steps_are_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inferengine.engine.loop.PREPARE_S", 0.0)
+    assert run(Preparing(5), is_busy=True, observer=Watching()) == "s" * STEPS + "p" * 5
 
 
 def test_a_piece_that_fails_ends_the_preparing_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
