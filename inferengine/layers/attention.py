@@ -95,7 +95,10 @@ class Attention(CachedAttention):
         if self.cos_sin is not None:
             queries, keys = (rotate(each, self.cos_sin, batch.positions) for each in (queries, keys))
         bounds = batch.columns.query_start.tolist()
-        return bidirectional_attention(queries, keys, values, bounds, self.scale, self.window).view(len(qkv), -1)
+        mixed = bidirectional_attention(
+            queries, keys, values, bounds, self.scale, self.window, query_start=batch.query_start
+        )
+        return mixed.reshape(len(qkv), -1)
 
     def finish(self) -> None:
         """Set the plain attributes that `mix` reads, once the weights are loaded."""
