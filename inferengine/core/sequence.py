@@ -121,6 +121,7 @@ class Sequence:
         "capacity",
         "draft_pause",
         "drafts_resume_at",
+        "end_ids",
         "first_scheduled_s",
         "first_token_s",
         "grammar",
@@ -163,6 +164,8 @@ class Sequence:
         self.min_total = self.num_prompt + request.params.min_tokens
         stop_ids = frozenset(request.params.stop_token_ids)
         self.stop_ids = stop_ids if request.params.ignore_eos else stop_ids | request.eos_token_ids
+        # What must not come before min_tokens have. A grammar ends with EOS whatever `ignore_eos` says.
+        self.end_ids = self.stop_ids if request.grammar is None else self.stop_ids | request.eos_token_ids
         self.num_computed = 0  # tokens that some step has computed or is computing
         self.num_inflight = 0  # tokens drawn on the device that the host has not seen yet
         self.slot = -1
@@ -180,7 +183,7 @@ class Sequence:
         self.rules: TokenRules | None = None
         if request.grammar is not None:
             known = None if first is None else first.rules
-            self.rules = known or token_rules(request.params, self.stop_ids)
+            self.rules = known or token_rules(request.params, self.end_ids)
         self.acceptance_rate: float | None = None  # share of draft tokens that were accepted
         self.drafts_resume_at = 0  # number of tokens from which on it may have draft tokens again
         self.last_draft_at = 0  # number of tokens when it last had draft tokens

@@ -169,6 +169,16 @@ class Builder:
         ends = vocabulary.eos_token_ids or None  # None: the tokenizer's own
         return LLTokenizer(vocabulary.tokenizer_json, n_vocab=vocabulary.size, eos_token=ends)
 
+    @cached_property
+    def text_ends(self) -> tuple[int, ...]:
+        """The tokens that end an output and are text to the tokenizer, not special tokens."""
+        tokenizer = self.tokenizer()
+        return tuple(end for end in tokenizer.eos_tokens if not tokenizer.is_special_token(end))
+
+    def matcher(self, matcher: LLMatcher, budget: Budget) -> TokenMatcher:
+        """Return the place in a compiled grammar of an output under this budget."""
+        return TokenMatcher(matcher, budget, self.text_ends)
+
     def build(self, spec: GrammarSpec, *, gives_up_tools: bool = False) -> Built:
         """Compile `spec`. Call it on a stack of STACK_BYTES; the interpreter's lock is free most of the time.
         A tool whose schema does not compile gets any JSON object instead; `gives_up_tools`: all of them. Raises
@@ -207,7 +217,7 @@ class Builder:
         refusal: InvalidRequest | None = None
         for walk in range(NUM_WALKS):
             try:
-                self._walk(TokenMatcher(matcher.deep_copy(), Budget(token_s, GrammarUsage())), random.Random(walk))
+                self._walk(self.matcher(matcher.deep_copy(), Budget(token_s, GrammarUsage())), random.Random(walk))
                 return
             except InvalidRequest as error:
                 refusal = error

@@ -318,7 +318,7 @@ class GrammarCompiler:
         given = trial_result.grammar
         matcher = self._builder.build(spec).matcher if given is None else self._builder.compile(given)
         mask = bytearray(self._builder.vocabulary.mask_bytes)
-        TokenMatcher(matcher, Budget(1.0, GrammarUsage())).fill_bitmask(memoryview(mask))  # the first is the slowest
+        self._builder.matcher(matcher, Budget(1.0, GrammarUsage())).fill_bitmask(memoryview(mask))  # the slowest
         entry = CachedGrammar(
             matcher, GrammarUsage(), 2 * len(spec.source) + max(BYTES_PER_GRAMMAR, trial_result.num_bytes)
         )
@@ -334,7 +334,7 @@ class GrammarCompiler:
         budget = Budget(self._limits.grammar_token_ms / 1e3, entry.usage)
         with self._lock:
             copies = [entry.matcher.deep_copy() for _ in range(ticket.count)]
-        ticket.done([TokenMatcher(copy, budget) for copy in copies])
+        ticket.done([self._builder.matcher(copy, budget) for copy in copies])
 
 
 def _answer(tickets: list[Ticket], error: InferEngineError) -> None:

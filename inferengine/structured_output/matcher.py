@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Collection
 
 from llguidance import LLMatcher
 
@@ -131,11 +132,14 @@ class TokenMatcher:
         "_is_error",
         "_is_stopped",
         "_matcher",
+        "_text_ends",
     )
 
-    def __init__(self, matcher: LLMatcher, budget: Budget) -> None:
-        """`matcher`: at the beginning of its output."""
+    def __init__(self, matcher: LLMatcher, budget: Budget, text_ends: Collection[int] = ()) -> None:
+        """`matcher`: at the beginning of its output. `text_ends`: tokens that end an output and are text to the
+        tokenizer. llguidance allows them as text, and then takes them for the end."""
         self._budget = budget
+        self._text_ends = text_ends
         self._beginning = matcher.deep_copy()  # takes a microsecond here, and longer with every token
         self._use(matcher)
 
@@ -192,6 +196,9 @@ class TokenMatcher:
         self._compute_mask(ctypes.addressof(ctypes.c_char.from_buffer(row)), len(row))
         if self._is_error():
             self._check()
+        if self._text_ends and not self._matcher.is_accepting():
+            for token_id in self._text_ends:
+                row[token_id // 8] &= ~(1 << token_id % 8)  # little-endian words: byte by byte
         self._budget.spend(time.thread_time() - begin, earned=True)
 
     def is_terminated(self) -> bool:
@@ -208,7 +215,8 @@ class TokenMatcher:
         if self._is_error():
             self._check()
         self._budget.spend(time.thread_time() - begin, earned=False)
-        return tokens
+        place = next((place for place, token_id in enumerate(tokens) if token_id in self._text_ends), None)
+        return tokens[:place]
 
     def _check(self) -> None:
         """Raise InvalidRequest if llguidance reports an error."""

@@ -88,6 +88,14 @@ def test_an_output_matches_its_grammar(llm: LLM) -> None:
     assert all(json.loads(answer.text)["a"] in (1, 2) for answer in answers)
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_grammar_that_may_end_goes_on_until_the_least_number_of_tokens(llm: LLM, ignore_eos: bool) -> None:
+    (eos,) = llm._eos
+    params = SamplingParams(max_tokens=40, min_tokens=20, ignore_eos=ignore_eos, logit_bias=((eos, 100.0),))
+    (found,) = llm.generate("x", params, progress=False, guided_regex="[a-z ]+")
+    assert len(found.choices[0].token_ids) in (20, 21)  # with the end, or without it
+
+
 def test_logprobs_of_output_and_prompt_are_the_model_s(llm: LLM) -> None:
     params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=1, prompt_logprobs=1)
     (found,) = llm.generate("Once upon a time there was", params, progress=False)

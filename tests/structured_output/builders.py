@@ -19,9 +19,11 @@ EOS = "</s>"
 class Vocabulary:
     """A tokenizer with a compiler for it; ids above the tokenizer's own are padding, as checkpoints have."""
 
-    def __init__(self, name: str, *, cache_bytes: int = CACHE_BYTES, max_lexers: int = 1, **limits: float) -> None:
+    def __init__(
+        self, name: str, *, cache_bytes: int = CACHE_BYTES, max_lexers: int = 1, eos: str = EOS, **limits: float
+    ) -> None:
         self.fast: FastTokenizer = VOCABULARIES[name]()
-        self.eos = int(self.fast.token_to_id(EOS))
+        self.eos = int(self.fast.token_to_id(eos))
         self.size = self.fast.get_vocab_size() + 5
         self.compiler = GrammarCompiler(
             self.fast.to_str(),

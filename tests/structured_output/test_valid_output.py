@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from inferengine.errors import InvalidRequest
 from inferengine.structured_output.spec import read_grammar
 from tests.structured_output.builders import VOCABULARIES, Vocabulary
 
@@ -144,3 +145,20 @@ def test_json_is_compact_unless_the_request_asks_for_any_space(
         outside = [re.sub(r'"([^"\\]|\\.)*"', '""', text) for text in texts]
         assert not any(re.search(forbidden, text) for text in outside)
         assert any(re.search(r"\s", text) for text in outside) or "disable_any_whitespace" in asked
+
+
+@pytest.mark.parametrize("spec", [{"guided_json": {"type": "string", "minLength": 9}}, {"guided_regex": "b[a-f]{9}"}])
+def test_an_end_that_is_a_letter_to_the_tokenizer_comes_at_the_end_alone(spec: dict[str, Any]) -> None:
+    vocabulary = Vocabulary("byte_level", eos="a")
+    read = read_grammar(spec)
+    assert read is not None
+    for seed in range(20):
+        text = vocabulary.generate(read, seed)
+        assert re.fullmatch("b[a-f]{9}", text) if "guided_regex" in spec else len(json.loads(text)) >= 9
+
+
+def test_a_text_that_needs_such_a_letter_is_refused() -> None:
+    read = read_grammar({"guided_regex": "[xy]bbcbb"})
+    assert read is not None
+    with pytest.raises(InvalidRequest, match="no text can match it"):
+        Vocabulary("byte_level", eos="c").compiler.compile(read)

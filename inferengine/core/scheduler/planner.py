@@ -254,7 +254,7 @@ class StepBuilder:
                 sequence.num_prompt,
                 request.params,
                 request.seed,
-                sorted(sequence.stop_ids) if request.params.min_tokens else (),
+                sorted(sequence.end_ids) if request.params.min_tokens else (),
                 request.adapter,
                 sequence.snapshot,
             )

@@ -532,7 +532,7 @@ class Scheduler:
 
     def _no_token(self, sequence: Sequence) -> InvalidRequest:
         """Return the error of a request whose fields allow no token after its output."""
-        rules = sequence.rules or TokenRules(sequence.request.params, sequence.stop_ids)
+        rules = sequence.rules or TokenRules(sequence.request.params, sequence.end_ids)
         has_grammar = sequence.grammar is not None
         message = rules.no_token_message(sequence.num_output, has_grammar=has_grammar)
         return InvalidRequest("grammar" if has_grammar else rules.fields[0], message)

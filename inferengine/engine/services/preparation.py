@@ -199,14 +199,14 @@ class GrammarService:
         `unsupported` where this engine cannot compile any."""
         compiler = self._compiler or self._make_compiler(vocab_size, eos_token_ids)
         self._compiler = compiler
-        stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        end_ids = {*params.stop_token_ids, *eos_token_ids}  # EOS ends a grammar whatever `ignore_eos` says
 
         def deliver(found: Sequence[TokenMatcher] | InferEngineError) -> None:
             outcome: list[Grammar] | InferEngineError
             try:
                 if isinstance(found, InferEngineError):
                     raise found
-                _check_first_token(found[0], params, stop_ids, vocab_size)
+                _check_first_token(found[0], params, end_ids, vocab_size)
                 outcome = list(found)
             except InferEngineError as error:
                 outcome = error
