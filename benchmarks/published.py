@@ -76,6 +76,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "gpt-oss-20b-h100": ("compare-gpt-oss-h100.json", compare_engines.markdown),
     "small-h100": ("compare-small-h100.json", compare_engines.markdown),
     "8b-h100": ("compare-8b-h100.json", compare_engines.markdown),
+    "dense-h100": ("compare-dense-h100.json", compare_engines.markdown),
     "two-h100": ("two-cards-large-h100.json", compare_engines.markdown),
     "steps-8b": ("kernels-h200.json", lambda results: step_table(results["models"]["llama-8b"])),
     "steps-0.6b": ("kernels-h200.json", lambda results: step_table(results["models"]["qwen-0.6b"])),

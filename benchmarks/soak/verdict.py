@@ -8,6 +8,9 @@ independent, which the interval does not know: it is somewhat too narrow.
 Of an engine everything before its first eviction is left out too. On a CPU the pages of its KV cache become memory when
 they are first written, up to the size that the memory plan in its log names. An eviction means that no block is new.
 
+What has come to rest does not grow: the second half of the minutes must rise too, by at least a RESTING part of the
+slope of all. A burst can lift a process's memory once, to a level at which its allocator keeps it.
+
 What fails a run are FIGURES. TOLD are judged likewise and only reported: they tell a leak from an allocator that keeps
 what it was given for a moment (clock/soak_heap.py). PSS is sampled and not judged: it changes whenever another program
 on the machine that has the same files mapped starts or ends.
@@ -27,6 +30,7 @@ Z = 1.96
 # The least growth over a life that counts. `device_mib` is an engine's memory on a card.
 FIGURES = {"rss_mib": 2.0, "device_mib": 2.0, "descriptors": 3.0, "threads": 2.0}
 TOLD = {"in_use_mib": 2.0, "free_mib": 2.0, "python_blocks": 2000.0}
+RESTING = 0.25
 SHARE = 0.02  # least growth of memory that counts, as a share: less may be an allocator's drift
 LASTING = ("engine", "http worker", "http", "ws", "up")  # parts that must each have been judged for a whole verdict
 # How long a process has to live for a verdict: some minutes more than are counted, because a minute may be cut.
@@ -64,7 +68,8 @@ def judge(figure: str, points: Sequence[tuple[float, float]]) -> dict[str, Any]:
     counts = (FIGURES | TOLD)[figure]
     if figure not in ("descriptors", "threads"):
         counts = max(counts, SHARE * level)
-    growing = slope.low > 0 and slope.per_hour * hours > counts
+    rises_on = theil_sen(points[len(points) // 2 :]).per_hour > RESTING * slope.per_hour
+    growing = slope.low > 0 and slope.per_hour * hours > counts and rises_on
     rounded = {name: round(value, 3) for name, value in slope._asdict().items()}
     return {
         "verdict": "growing" if growing else "flat",

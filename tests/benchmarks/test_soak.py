@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -70,6 +71,13 @@ def test_a_step_that_stays_is_not_growing_forever() -> None:
 
 def test_descriptors_that_are_never_given_back_are_growing() -> None:
     assert judge("descriptors", minutes(30, lambda minute: 30 + minute // 3))["verdict"] == "growing"
+
+
+def test_memory_that_has_come_to_rest_does_not_grow() -> None:
+    storms = {3: 1.3, 6: 4.1}  # what two bursts of connections added, and a third no more
+    level = list(itertools.accumulate([59.3, *(storms.get(minute, 0.02) for minute in range(1, 16))]))
+    assert judge("rss_mib", minutes(16, lambda minute: level[minute]))["verdict"] == "flat"
+    assert judge("rss_mib", minutes(16, lambda minute: 59.3 + minute // 4))["verdict"] == "growing", "each burst adds"
 
 
 def test_without_enough_minutes_there_is_no_verdict() -> None:
