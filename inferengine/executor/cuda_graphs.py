@@ -338,10 +338,10 @@ PROMPT_ROWS = 16  # prompts in one captured step; a step with more runs without 
 DECODES = (0, 16, 64, 256)
 PROMPT_TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 FIRST_TOKENS = (64, 256, 1024)  # of the steps captured first: prompts without decodes, and beside any number of them
-FINE_TOKENS = 32  # between the sizes of a step with prompts alone
-PADDING_S = 0.2e-3  # what padding may cost: where FINE_TOKENS take longer, a first token waits for less of it
+FINE_TOKENS = (*range(32, 513, 32), *range(576, PROMPT_TOKENS[-1] + 1, 64))  # sizes of a step with prompts alone
+PADDING_S = 0.2e-3  # what padding may cost: where the first of them takes longer, a first token waits for less of it
 STEP_TOKENS = 64  # by which a step of a slow number of tokens grows
-# About what launching a step kernel by kernel costs the host; a step that takes the device longer needs no graph.
+# About what launching a step kernel by kernel costs the host, for a plan on another machine: a start measures it.
 LAUNCHES_S = 6e-3  # of a few layers
 LAYER_LAUNCHES_S = 190e-6  # of a layer of a deep model
 EXPERTS_LAUNCHES_S = 400e-6  # of one with experts: routing, and their products in more steps
@@ -388,12 +388,12 @@ def shapes_to_capture(
     max_rows: int, max_tokens: int, token_s: float, launches_s: float = LAUNCHES_S
 ) -> list[MixedShape]:
     """Return the shapes worth a graph, in order. `token_s`: device seconds per token of a step; shapes that take longer
-    than launching them kernel by kernel, `launches_s`, are left out. Prompts without decodes, which are all that a
-    quiet engine computes, have more sizes where the tokens of a large model take their time."""
+    than the host needs to launch them kernel by kernel, `launches_s`, are left out. Prompts without decodes, which are
+    all that a quiet engine computes, have more sizes where the tokens of a large model take their time."""
     decodes = sorted({min(count, max_rows) for count in DECODES})
     pairs = {(d, p) for d in decodes for p in PROMPT_TOKENS}
-    if FINE_TOKENS * token_s > PADDING_S:
-        pairs |= {(0, p) for p in range(FINE_TOKENS, PROMPT_TOKENS[-1], FINE_TOKENS)}
+    if FINE_TOKENS[0] * token_s > PADDING_S:
+        pairs |= {(0, p) for p in FINE_TOKENS}
     shapes = {
         MixedShape(d, p if d + p != SLOW_TOKENS else p + STEP_TOKENS) for d, p in pairs if p * token_s <= launches_s
     }

@@ -136,6 +136,8 @@ def test_a_prompt_alone_is_padded_little_where_padding_takes_time() -> None:
     assert [size for size in alone if 256 <= size <= 384] == [256, 288, 320, 352, 384]
     beside = {shape.prompt_tokens for shape in shapes if shape.decodes}
     assert not beside & {288, 352}, "decodes are there to wait for"
+    slow_host = shapes_to_capture(max_rows=512, max_tokens=8192, token_s=14e-6, launches_s=20e-3)
+    assert [shape.prompt_tokens for shape in slow_host if not shape.decodes][-3:] == [1280, 1344, 1408]
     small = shapes_to_capture(max_rows=512, max_tokens=8192, token_s=1e-6)
     assert {shape.prompt_tokens for shape in small if not shape.decodes} == {*PROMPT_TOKENS}
 

@@ -27,9 +27,10 @@ from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.layers.parallel import Communicator
 
 SWAP_SAMPLE_TOKENS = 64  # of the prompt that the time per prefill token is measured with
+LAUNCHED_TOKENS, LAUNCHED_TIMES = 64, 4  # of the prompt that the time to launch a step is measured with
 
 
-MOST_SHAPES = 128  # of steps with prompts to capture: more than there are
+MOST_SHAPES = 256  # of steps with prompts to capture: more than there are
 
 
 class MeasuredRunner(StepRunner, Protocol):
@@ -69,9 +70,9 @@ def size_cache(runner: MeasuredRunner, max_model_len: int) -> CacheSize:
         free = free_host_bytes() // settings.tensor_parallel - states  # a step keeps what it overwrites
         budget = host_budget_bytes(max(0, free), settings.memory_fraction)
     else:
-        step = _step_bytes(runner, max_model_len)
+        step, launch_s = _measure_steps(runner, max_model_len)
         free, total = torch.cuda.mem_get_info(runner.device)
-        plan = make_plan(settings, total)
+        plan = make_plan(settings, total, launch_s)
         shapes = plan.prompt_shapes
         budget = held_budget(plan, settings.memory_fraction, total=total, free=free, step=step)
     if runner.communicator is not None:
@@ -141,9 +142,9 @@ def _largest(runner: MeasuredRunner) -> list[tuple[float, float]]:
     return [(float(key), float(value)) for key, value in most.tolist()]
 
 
-def _step_bytes(runner: MeasuredRunner, max_model_len: int) -> int:
-    """Measure the bytes that the largest step needs beside weights and cache, slots included, on CUDA: by running it
-    over a cache that is only the scratch block."""
+def _measure_steps(runner: MeasuredRunner, max_model_len: int) -> tuple[int, float]:
+    """Measure, on CUDA, the bytes that the largest step needs beside weights and cache, slots included, and the host's
+    seconds to launch a step kernel by kernel: by running steps over a cache that is only the scratch block."""
     torch.cuda.synchronize(runner.device)
     before = torch.cuda.memory_allocated(runner.device)
     runner.allocate([KVGroup(0, window) for window in runner.config.group_windows], max_model_len)
@@ -156,6 +157,20 @@ def _step_bytes(runner: MeasuredRunner, max_model_len: int) -> int:
     torch.cuda.reset_peak_memory_stats(runner.device)
     runner.execute(largest).result()
     peak = torch.cuda.max_memory_allocated(runner.device) - before
+    launch_s = launch_time(runner) if settings.cuda_graphs else 0.0
     runner.release()
     torch.cuda.empty_cache()
-    return peak
+    return peak, launch_s
+
+
+def launch_time(runner: StepRunner) -> float:
+    """Measure the host's seconds to launch a step of a small prompt kernel by kernel: the least of some, of which the
+    first loads kernels."""
+    plan = prompt_plan(runner, LAUNCHED_TOKENS)
+    seconds = []
+    for _ in range(LAUNCHED_TIMES):
+        begin = time.perf_counter()
+        draws = runner.execute(plan)
+        seconds.append(time.perf_counter() - begin)
+        draws.result()
+    return min(seconds)

@@ -46,6 +46,7 @@ CUDA_CONTEXT_BYTES = 600 * (1 << 20)  # driver, kernels and libraries of one pro
 COMMUNICATOR_BYTES = GIB  # NCCL's buffers between a device and its peers, as measured with two H200s
 WHOLE = Shard()
 CONTEXTS = (1024, 4096, 8192, 32768, 131072)
+PROMPT_SHARE = 0.7  # of the data sheet's arithmetic that steps of prompts reach: 710 TFLOP/s of 989 on an H200
 GRAPH_BYTES = 4 * (1 << 20)  # nodes of one captured step; its buffers are shared by all
 DEFAULT_CPU_LIMIT_BYTES = GIB  # a model on a CPU is bound by arithmetic long before it needs more
 DEFAULT_CUDA_SHARE = 0.92  # of all memory, weights and activations included
@@ -270,7 +271,8 @@ def _token_s(config: DecoderConfig, values: dict[str, object], settings: Executo
     tables = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
     idle = (1.0 - config.chosen_share) * config.num_expert_weights + config.num_layer_input_weights
     operations = 2.0 * (whole // dtype.itemsize - tables / settings.tensor_parallel - idle)
-    return operations / peaks.operations_per_s / (faster if scheme in EIGHT_BIT_PRODUCTS else 1.0)
+    rate = PROMPT_SHARE * peaks.operations_per_s * (faster if scheme in EIGHT_BIT_PRODUCTS else 1.0)
+    return operations / rate
 
 
 def exchange_bytes(config: DecoderConfig, settings: ExecutorSettings, dtype: torch.dtype) -> int:
@@ -282,9 +284,9 @@ def exchange_bytes(config: DecoderConfig, settings: ExecutorSettings, dtype: tor
     return COMMUNICATOR_BYTES + inbox
 
 
-def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
-    """Plan a device with `device_bytes`, of which nothing is taken yet: each device of a divided model. Raises
-    ConfigError."""
+def make_plan(settings: ExecutorSettings, device_bytes: int, launch_s: float | None = None) -> MemoryPlan:
+    """Plan a device with `device_bytes`, of which nothing is taken yet: each device of a divided model. `launch_s`: the
+    host's seconds to launch a step kernel by kernel, where they were measured. Raises ConfigError."""
     whole, _ = registry.read_model_config(settings.folder)
     config = heaviest(settings).divide(whole)
     values = read_json(settings.folder / "config.json")
@@ -306,7 +308,9 @@ def make_plan(settings: ExecutorSettings, device_bytes: int) -> MemoryPlan:
         context = CUDA_CONTEXT_BYTES + exchange_bytes(config, settings, dtype)
         token_s = _token_s(whole, values, settings, dtype)
         sizes = settings.max_num_seqs, settings.max_num_batched_tokens
-        shapes = shapes_to_capture(*sizes, token_s, launches_s(whole, settings.tensor_parallel))
+        if launch_s is None:
+            launch_s = launches_s(whole, settings.tensor_parallel)
+        shapes = shapes_to_capture(*sizes, token_s, launch_s)
         if settings.cuda_graphs and config.implementation == "native" and config.is_causal:
             graphs = graph_bytes(config, settings, dtype, shapes)
         taken = weights + draft_weights + activations + slots + states + snapshots + context + graphs
