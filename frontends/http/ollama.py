@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -38,7 +38,7 @@ from frontends.http.anthropic import tool_input
 from frontends.http.bodies import SAMPLING, read_json, read_options, read_params
 from frontends.http.openai.completion_formats import chat_logprobs_object
 from frontends.http.openai.completions import prompt_names, read_chat
-from frontends.http.openai.embeddings import embedding_inputs, made
+from frontends.http.openai.embeddings import embedding_inputs, in_parts, made
 from frontends.http.respond import EventStream, EventTemplate, JsonBytes, RouteHandler
 from frontends.http.routes.tokenize import MAX_TOKENS
 from frontends.http.state import HttpState
@@ -272,16 +272,15 @@ async def embed(request: Request) -> Response:
         raise InvalidRequest("dimensions", f"must be at most {size}: this model's embeddings have {size} values")
     found = await _embed(ask, inputs if fields.input else [], "input", truncate=fields.truncate)
     describe_embeddings(request.scope, found, fields.dimensions or size)
-    vectors = [shorten(one.data, fields.dimensions or size) for one in found]
-    return JsonBytes(
-        {
-            "model": ask.model,
-            "embeddings": [one._replace(data=data).values for one, data in zip(found, vectors, strict=True)],
-            "total_duration": time.monotonic_ns() - ask.started_ns,
-            "load_duration": 0,
-            "prompt_eval_count": sum(one.prompt_tokens for one in found),
-        }
-    )
+    dimensions = fields.dimensions or size
+    tail = {
+        "total_duration": time.monotonic_ns() - ask.started_ns,
+        "load_duration": 0,
+        "prompt_eval_count": sum(one.prompt_tokens for one in found),
+    }
+    vectors = (one._replace(data=shorten(one.data, dimensions)).values for one in found)
+    document = in_parts({"model": ask.model}, "embeddings", vectors, tail)
+    return StreamingResponse(document, media_type="application/json")
 
 
 @as_ollama

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
@@ -80,27 +80,40 @@ def _dimensions(wanted: int | None, served: ServedModel) -> int:
     return wanted or size
 
 
-async def _document(
+def _document(
     body: dict[str, Any], served: ServedModel, label: str, found: list[Embedding], encoding: str, dimensions: int
 ) -> AsyncIterator[bytes]:
-    """Write the answer a few vectors at a time: thousands take a while and, as decimal numbers, 100 MB."""
-    head = dumps({"object": "list", "id": f"embd-{label}", "model": body.get("model") or served.name})
-    part = head[:-1] + b',"data":['
-    for index, embedding in enumerate(found):
-        shortened = embedding._replace(data=shorten(embedding.data, dimensions))
-        value = base64.b64encode(shortened.data).decode() if encoding == "base64" else shortened.values
-        part += b"," * (index > 0) + dumps({"object": "embedding", "index": index, "embedding": value})
-        if len(part) >= PART_BYTES:
-            yield part
-            part = b""
-            await asyncio.sleep(0)  # a send that does not have to wait lets no other request run
+    """Return the answer, written a few vectors at a time."""
+    head = {"object": "list", "id": f"embd-{label}", "model": body.get("model") or served.name}
+
+    def vectors() -> Iterator[object]:
+        for index, embedding in enumerate(found):
+            shortened = embedding._replace(data=shorten(embedding.data, dimensions))
+            value = base64.b64encode(shortened.data).decode() if encoding == "base64" else shortened.values
+            yield {"object": "embedding", "index": index, "embedding": value}
+
     tokens = sum(embedding.prompt_tokens for embedding in found)
     usage = {
         "prompt_tokens": tokens,
         "total_tokens": tokens,
         "prompt_tokens_details": {"cached_tokens": sum(embedding.cached_tokens for embedding in found)},
     }
-    yield part + b'],"usage":' + dumps(usage) + b"}"
+    return in_parts(head, "data", vectors(), {"usage": usage})
+
+
+async def in_parts(
+    head: dict[str, Any], name: str, items: Iterable[object], tail: dict[str, Any]
+) -> AsyncIterator[bytes]:
+    """Write an object of `head`, a list `name` of these items and `tail`, some items at a time: thousands of vectors
+    take a while and, as decimal numbers, 100 MB. `head` and `tail` must not be empty."""
+    part = dumps(head)[:-1] + b"," + dumps(name) + b":["
+    for index, item in enumerate(items):
+        part += b"," * (index > 0) + dumps(item)
+        if len(part) >= PART_BYTES:
+            yield part
+            part = b""
+            await asyncio.sleep(0)  # a send that does not have to wait lets no other request run
+    yield part + b"]," + dumps(tail)[1:]
 
 
 IN_FLIGHT = 256  # inputs of one call: a whole batch of an engine, and not a long queue before other requests

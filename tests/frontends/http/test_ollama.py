@@ -249,6 +249,17 @@ def test_names_may_carry_the_tag_that_the_list_shows(served: House) -> None:
     assert "not found" in refused(served, "/api/show", model="llama3", status=404)
 
 
+def test_many_embeddings_are_written_a_few_at_a_time(served: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontends.http.openai.embeddings.PART_BYTES", 200)
+    texts = [f"say {number}" for number in range(12)]
+    whole = ask(served, "/api/embed", input=texts)["embeddings"]
+    assert len(whole) == 12
+    with served.http.stream("POST", "/api/embed", json={"model": "tiny", "input": texts}) as answer:
+        parts = list(answer.iter_raw())
+    assert len(parts) > 3
+    assert json.loads(b"".join(parts))["embeddings"] == whole
+
+
 def test_embeddings_in_both_shapes(served: House) -> None:
     many = ask(served, "/api/embed", input=["say", "the fox"], dimensions=4)
     assert [len(vector) for vector in many["embeddings"]] == [4, 4]
