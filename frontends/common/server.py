@@ -19,12 +19,14 @@ import math
 import socket
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import httptools
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from frontends.common.connection_limits import (
@@ -37,6 +39,7 @@ from frontends.common.connection_limits import (
     TrackedConnection,
 )
 from frontends.common.errors import early_refusal
+from frontends.common.piece_reader import PIECE, PieceReader
 from inferengine.errors import InferEngineError
 from inferengine.process.system import missed_s
 
@@ -47,6 +50,7 @@ NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 NO_ROOM_WAIT_S = 1.0
 TICK_S = 0.1  # uvicorn's
 TICKS_PER_SWEEP = 10
+MOST_HEAD_BYTES = 64 * 1024  # of a request's head, and of trailers: as http.max_header_bytes unless it is set
 MOST_BEHIND = 8  # requests behind the one that is answered, beyond which nothing is read from a connection
 OFFER = (b"upgrade", b"http2-settings")  # headers of an offer to speak another protocol
 PROBE_PATHS = frozenset({"/health", "/ready", "/ping", "/load", "/metrics"})  # what monitoring requests
@@ -56,11 +60,18 @@ class FrontendServer(uvicorn.Server):
     """uvicorn's server for listening sockets, with its own way to accept and end connections."""
 
     def __init__(
-        self, config: uvicorn.Config, limits: ConnectionLimits | None = None, refusals: RefusalMetrics | None = None
+        self,
+        config: uvicorn.Config,
+        limits: ConnectionLimits | None = None,
+        refusals: RefusalMetrics | None = None,
+        *,
+        max_head_bytes: int = MOST_HEAD_BYTES,
     ) -> None:
+        """`max_head_bytes`: of a request's head, beyond which the rest is not read."""
         config.http = HttpProtocol
         super().__init__(config)
         self._limits = limits or ConnectionLimits()
+        self.max_head_bytes = max_head_bytes
         self._refusals = refusals or RefusalMetrics("inferengine_http")
         self.num_signals = 0  # SIGTERM and SIGINT since `serve` began
         self._next_tick_s = math.inf
@@ -98,7 +109,7 @@ class FrontendServer(uvicorn.Server):
 class Acceptor:
     """Accepts connections from one socket until `close`. Has the methods of asyncio.Server that uvicorn calls."""
 
-    def __init__(self, server: uvicorn.Server, listener: socket.socket, connections: ConnectionTracker) -> None:
+    def __init__(self, server: FrontendServer, listener: socket.socket, connections: ConnectionTracker) -> None:
         self._server = server
         self._listener = listener
         self._connections = connections
@@ -160,6 +171,7 @@ class Acceptor:
         server = self._server
         protocol = HttpProtocol(config=server.config, server_state=server.server_state, app_state=server.lifespan.state)
         protocol.connection, protocol.tracker = connection, self._connections
+        protocol.max_head_bytes = server.max_head_bytes
         return protocol
 
 
@@ -168,14 +180,19 @@ class HttpProtocol(HttpToolsProtocol):
 
     connection: TrackedConnection
     tracker: ConnectionTracker
+    max_head_bytes: int
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._unanswered: list[RequestResponseCycle] = []  # in the order of their requests
+        self._pieces = PieceReader(self._parse, self._may_parse)
+        self._num_head_bytes = 0  # received since the last body or end of a head, at most: of a head, or of trailers
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Record the transport. A connection admitted as a probe gets ProbesOnly."""
         super().connection_made(transport)
+        self.flow = PieceFlow(transport, self._pieces.go_on)
+        self._pieces.begin(transport)
         if self.connection.is_probe:
             self.app: Any = ProbesOnly(self.app)
         self.connection.answer = self._answer
@@ -184,6 +201,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop tracking the connection, and tell every request that its client has gone. uvicorn tells the last one
         alone: of two that came at once the first, which is being answered, would go on for nobody."""
+        self._pieces.end()
         self.tracker.lost(self.connection)
         for cycle in self._unanswered:
             cycle.disconnected = True
@@ -205,6 +223,7 @@ class HttpProtocol(HttpToolsProtocol):
         frees, and after a reset the timer of uvicorn's keep-alive would hold it for that time. The collector runs
         rarely here: a storm of connections would stay in memory."""
         self._unset_keepalive_if_required()
+        self._pieces.end()
         self.connection.answer = None
         self.connection.close = None
         self.parser = None  # type: ignore[assignment]  # uvicorn does so too
@@ -213,7 +232,24 @@ class HttpProtocol(HttpToolsProtocol):
         self._unanswered.clear()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come. An offer to speak another protocol than websockets (Java's client offers HTTP/2 with its
+        """Parse what has come, or a first piece of it."""
+        self._pieces.take(data)
+
+    def _may_parse(self) -> bool:
+        return not self.flow.read_paused and len(self.pipeline) <= MOST_BEHIND
+
+    def _parse(self, data: bytes) -> None:
+        """Parse a piece, and refuse a head or trailers that have become too large. A head that is a little too large is
+        refused once it is whole."""
+        self._num_head_bytes += len(data)
+        self._parse_http(data)
+        if self._num_head_bytes > self.max_head_bytes + PIECE and not self.transport.is_closing():
+            error = InferEngineError("request_too_large", f"The headers must have at most {self.max_head_bytes} bytes.")
+            self._answer(error, http.HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            self.transport.close()
+
+    def _parse_http(self, data: bytes) -> None:
+        """Parse a piece. An offer to speak another protocol than websockets (Java's client offers HTTP/2 with its
         first request) is not taken: the request is parsed again without it, because the parser drops its body."""
         self._unset_keepalive_if_required()
         try:
@@ -265,6 +301,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Count the request, and record that its body is being received."""
         if self.parser.should_upgrade() and self._is_declined:
             return  # it comes again
+        self._num_head_bytes = 0
         connection = self.connection
         connection.phase = BODY
         connection.num_waiting += 1
@@ -280,6 +317,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Count the bytes received of the body."""
+        self._num_head_bytes = 0
         self.connection.num_bytes += len(body)
         super().on_body(body)
 
@@ -287,6 +325,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Record that the request has been received in full."""
         if self.parser.should_upgrade() and self._is_declined:
             return
+        self._num_head_bytes = 0
         self.connection.phase = IDLE
         super().on_message_complete()
 
@@ -296,27 +335,43 @@ class HttpProtocol(HttpToolsProtocol):
         if self._unanswered:  # empty where the connection has ended
             del self._unanswered[0]
         super().on_response_complete()
+        self._pieces.go_on()  # the queue is shorter than when uvicorn asked for it
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, as every other error is written."""
         self._write(InferEngineError("invalid_request", msg))
         self.transport.close()
 
-    def _answer(self, error: InferEngineError) -> None:
-        """Write a last answer, unless another one is being written."""
+    def _answer(self, error: InferEngineError, status: http.HTTPStatus | None = None) -> None:
+        """Write a last answer, unless another one is being written. `status`: in place of the error's."""
         cycle = self.cycle
         if cycle is None or not cycle.response_started or (cycle.response_complete and self.connection.phase == HEAD):
-            self._write(error)
+            self._write(error, status)
 
-    def _write(self, error: InferEngineError) -> None:
-        """Write an error in the shape of the path's API, as far as the path has arrived."""
+    def _write(self, error: InferEngineError, status: http.HTTPStatus | None = None) -> None:
+        """Write an error in the shape of the path's API, as far as the path has arrived. `status`: in place of the
+        error's."""
         path, headers = "", self.headers or []
         with contextlib.suppress(httptools.HttpParserError, AttributeError, UnicodeDecodeError):
             path = httptools.parse_url(self.url).path.decode("ascii")  # no url: nothing of the request was read
         answer, body = early_refusal(error, path, headers)
-        status = http.HTTPStatus(error.http_status)
+        status = status or http.HTTPStatus(error.http_status)
         lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode(), *(b"%b: %b" % header for header in answer)]
         self.transport.write(b"\r\n".join([*lines, b"", body]))
+
+
+class PieceFlow(FlowControl):
+    """uvicorn's flow control, which parses what is left of the last read before it reads more."""
+
+    def __init__(self, transport: asyncio.Transport, go_on: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._go_on = go_on
+
+    def resume_reading(self) -> None:
+        """Go on."""
+        if self.read_paused:
+            self.read_paused = False
+            self._go_on()
 
 
 class UnchunkedCycle(RequestResponseCycle):

@@ -99,6 +99,7 @@ def run_worker(config: Config, shared: Shared, on_turn: Callable[[bool], None], 
         ),
         connection_limits(config.http),
         shared.metrics.refusals,
+        max_head_bytes=config.http.max_header_bytes,
     )
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         return runner.run(_serve(server, service, shared.sockets, config.engine.drain_timeout_s, turn, signals))

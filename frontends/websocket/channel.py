@@ -29,12 +29,12 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from frontends.common import json as json_text
+from frontends.common.piece_reader import PieceReader
 from frontends.common.server import HttpProtocol, ProbesOnly
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.wire.messages import msgpack_problem
 
 FRAMES = "inferengine.frames"  # the ASGI event's type; `body` holds whole frames
-PIECE = 4096  # bytes
 MOST_FRAGMENTS = 4096
 TOO_BIG = 1009  # close code (RFC 6455, 7.4.1)
 TEXT, BINARY = 0x81, 0x82  # the first byte of a whole message in one frame
@@ -172,17 +172,18 @@ def frame_head(opcode: int, num_bytes: int) -> bytes:
 class FramesProtocol(WebSocketsSansIOProtocol):
     """uvicorn's websocket protocol with an ASGI event FRAMES that writes whole frames. For uvicorn's `ws` setting.
 
-    What a client sends is parsed PIECE bytes at a time, between which the event loop serves others: a read of 256 KiB
-    may hold 43,000 empty frames, which take 0.3 s. While messages wait to be received nothing is parsed, nor while the
-    client takes nothing: its pings would be answered into memory. A message has at most MOST_FRAGMENTS fragments,
-    because empty ones count for nothing in its size."""
+    What a client sends is parsed in pieces (frontends/common/piece_reader.py), and not while messages wait to be
+    received, nor while the client takes nothing: its pings would be answered into memory. A message has at most
+    MOST_FRAGMENTS fragments, because empty ones count for nothing in its size."""
 
-    _rest = b""  # has come and is not parsed yet; nothing is read meanwhile
-    _is_due = False  # whether `_take_rest` will be called
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._pieces = PieceReader(super().data_received, lambda: not self.read_paused and self.writable.is_set())
 
     def connection_made(self, transport: BaseTransport) -> None:
         """Take over a connection from HTTP. It stays counted, as one that is answered."""
         super().connection_made(transport)
+        self._pieces.begin(self.transport)
         before = transport.get_protocol()
         assert isinstance(before, HttpProtocol)
         self._connections, self._connection = before.tracker, before.connection
@@ -192,38 +193,7 @@ class FramesProtocol(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come, or a first piece of it."""
-        if self._rest:  # of a read that was on its way
-            self._rest += data
-        else:
-            self._take(data)
-
-    def _take(self, data: bytes) -> None:
-        super().data_received(data[:PIECE])
-        self._rest = data[PIECE:]
-        if self._rest:
-            self.transport.pause_reading()
-            self._take_soon()
-
-    def _take_soon(self) -> None:
-        if not self._is_due and not self.read_paused and self.writable.is_set():
-            self._is_due = True
-            self.loop.call_soon(self._take_rest)
-
-    def _take_rest(self) -> None:
-        self._is_due = False
-        rest, self._rest = self._rest, b""
-        if self.disconnected or self.transport.is_closing():
-            return
-        self._take(rest)
-        if not self._rest:
-            self._read_on()
-
-    def _read_on(self) -> None:
-        """Parse what is left, or read, unless something is in the way."""
-        if self._rest:
-            self._take_soon()
-        elif not self.read_paused and self.writable.is_set() and not self.transport.is_closing():
-            self.transport.resume_reading()
+        self._pieces.take(data)
 
     def pause_writing(self) -> None:
         """Stop reading too, as the transport's buffer is full."""
@@ -233,14 +203,14 @@ class FramesProtocol(WebSocketsSansIOProtocol):
     def resume_writing(self) -> None:
         """Go on."""
         super().resume_writing()
-        self._read_on()
+        self._pieces.go_on()
 
     async def receive(self) -> Any:
         """Return the next ASGI event. Once the last one that waits is taken, more is parsed, or read."""
         message = await self.queue.get()
         if self.read_paused and self.queue.empty():
             self.read_paused = False
-            self._read_on()
+            self._pieces.go_on()
         return message
 
     def handle_cont(self, event: Any) -> None:
@@ -256,7 +226,7 @@ class FramesProtocol(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Remove the connection from the counted ones."""
-        self._rest = b""
+        self._pieces.end()
         self._connections.lost(self._connection)
         super().connection_lost(exc)
         self.conn.parser.close()  # a generator that refers to `conn`, which refers to it
@@ -266,9 +236,7 @@ class FramesProtocol(WebSocketsSansIOProtocol):
         ClientDisconnected."""
         if message["type"] != FRAMES:
             await super().send(message)
-            if self._rest:  # reading goes on after a handshake
-                self.transport.pause_reading()
-                self._take_soon()
+            self._pieces.go_on()  # after a close uvicorn waits for the peer's
             if message["type"] == "websocket.http.response.body" and not message.get("more_body"):
                 self.handshake_complete = self.close_sent = True  # refused: uvicorn is not to log a failure
             return

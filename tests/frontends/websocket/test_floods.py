@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.websocket_relay import HANDSHAKE, frame
-from frontends.websocket import channel
-from frontends.websocket.channel import MOST_FRAGMENTS, PIECE, FramesProtocol
+from frontends.common.piece_reader import PIECE
+from frontends.websocket.channel import MOST_FRAGMENTS, FramesProtocol
 from tests.frontends.websocket.builders import Server, make_engine, serving, wait_until
 
 MASK = bytes(4)
@@ -122,4 +122,4 @@ def test_messages_that_wait_hold_up_what_is_behind_them(server: Server, monkeypa
         pong = b'{"type":"pong","nonce":null}'
         found = received(connection, count * (2 + len(pong)))
     assert found.count(b'"pong"') == count
-    assert most <= channel.PIECE // len(ping) + 1
+    assert most <= PIECE // len(ping) + 1
