@@ -413,6 +413,12 @@ RUNS = (
         packages=("vllm",),
         limit_s=420.0,
     ),
+    Run(
+        "embeddings-card",
+        "benchmarks.embeddings --encoder bge-base --device cuda --prompts 1024 --json {json}",
+        cards=1,
+        limit_s=120.0,
+    ),
     Run("test-gpu", "tests.gpu.run --total-seconds 520 --out {json}", cards=1, limit_s=540.0, is_timed=False),
     Run(
         "families",
