@@ -5,7 +5,7 @@ python -m benchmarks.embeddings [--model FOLDER | --encoder bge-small] [--device
 
 The two take turns, round by round. transformers gets the prompts sorted by length and padded, 32 at a time, as
 sentence-transformers does it; the engine gets them as they are, without a prefix cache. `--encoder`: BERT with random
-weights, of the shape of a published embedding model. On a CPU both compute in fp32, on a card (`--device cuda`) in bf16.
+weights, of the shape of a published embedding model. Both compute in fp32 on a CPU and in bf16 on a card.
 """
 
 from __future__ import annotations
