@@ -28,6 +28,7 @@ from inferengine.config import (
 )
 from inferengine.config.model_path import model_folder, served_name, weight_paths
 from inferengine.errors import ConfigError, ExitCode
+from inferengine.models.table import FAMILIES
 from inferengine.process import listen, stdio
 from inferengine.process.child import ChildSpec
 from inferengine.process.supervisor import Supervisor
@@ -118,6 +119,7 @@ def run(arguments: Arguments) -> int:
 
 def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: float) -> str:
     """Return the text shown once everything runs: the addresses, and a command to try."""
+    path, body = example(config)
     if config.http.uds:
         address, target = f"unix:{config.http.uds}", f"--unix-socket {config.http.uds} http://localhost"
     else:
@@ -130,11 +132,30 @@ def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: floa
             f"  chat page  {listen.url(ws, path='/', scheme='https' if config.ws.tls_certificate else 'http')}",
             *(f"  ZeroMQ     {address}" for address in engine_addresses(config)),
             "Try:",
-            f"  curl {target}/v1/completions -H 'Content-Type: application/json' \\",
-            """    -d '{"prompt": "Once upon a time", "max_tokens": 40}'""",
+            f"  curl {target}{path} -H 'Content-Type: application/json' \\",
+            f"    -d '{json.dumps(body)}'",
             "",
         ]
     )
+
+
+ENCODERS = {family.architecture for family in FAMILIES if family.module == "families.bert"}
+COMPLETION = "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 40}
+EMBEDDING = "/v1/embeddings", {"input": "Once upon a time"}
+RERANKING = "/v1/rerank", {"query": "a fox", "documents": ["The hen slept.", "The fox ran."]}
+
+
+def example(config: Config) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body of a request that the model can answer, as far as its config.json tells."""
+    try:
+        values = json.loads((model_folder(config) / "config.json").read_text(encoding="utf-8"))
+        architecture = str(values["architectures"][0])
+        sees_later = values.get("is_causal") is False or values.get("use_bidirectional_attention") is True
+    except (ConfigError, OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return COMPLETION  # of a GGUF file, for one
+    if architecture.endswith("ForSequenceClassification"):
+        return RERANKING
+    return EMBEDDING if sees_later or architecture in ENCODERS else COMPLETION
 
 
 def front_end_silence_s(config: Config) -> float:
