@@ -28,7 +28,6 @@ from inferengine.config import (
 )
 from inferengine.config.model_path import model_folder, served_name, weight_paths
 from inferengine.errors import ConfigError, ExitCode
-from inferengine.models.table import FAMILIES
 from inferengine.process import listen, stdio
 from inferengine.process.child import ChildSpec
 from inferengine.process.supervisor import Supervisor
@@ -139,7 +138,6 @@ def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: floa
     )
 
 
-ENCODERS = {family.architecture for family in FAMILIES if family.module == "families.bert"}
 COMPLETION = "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 40}
 EMBEDDING = "/v1/embeddings", {"input": "Once upon a time"}
 RERANKING = "/v1/rerank", {"query": "a fox", "documents": ["The hen slept.", "The fox ran."]}
@@ -155,7 +153,8 @@ def example(config: Config) -> tuple[str, dict[str, Any]]:
         return COMPLETION  # of a GGUF file, for one
     if architecture.endswith("ForSequenceClassification"):
         return RERANKING
-    return EMBEDDING if sees_later or architecture in ENCODERS else COMPLETION
+    has_head = not architecture.endswith("Model") or "LMHead" in architecture  # BertModel, GPT2LMHeadModel
+    return COMPLETION if has_head and not sees_later else EMBEDDING
 
 
 def front_end_silence_s(config: Config) -> float:

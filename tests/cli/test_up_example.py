@@ -16,6 +16,7 @@ from inferengine.config import Config
     ("values", "path"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "/v1/completions"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "/v1/completions"),
         ({"architectures": ["BertModel"]}, "/v1/embeddings"),
         ({"architectures": ["XLMRobertaModel"]}, "/v1/embeddings"),
         ({"architectures": ["Qwen2ForCausalLM"], "is_causal": False}, "/v1/embeddings"),
