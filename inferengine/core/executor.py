@@ -275,7 +275,8 @@ class Executor(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> StepFuture:
-        """Launch a step."""
+        """Launch a step. One that fails has still taken in its block tables: a step behind it may be under way, and
+        would else write into blocks of those who had its slots before."""
         ...
 
     def warm_up(self, progress: Progress) -> None:

@@ -123,7 +123,8 @@ class MemoryExecutor:
         return result if self.leaves_out_logprobs else self._score(plan, result)
 
     def _prepare(self, plan: StepPlan) -> None:
-        """Do what comes before the computation: copies, slots, block tables, tokens that the host knows."""
+        """Do what comes before the computation: block tables, copies, slots, tokens that the host knows."""
+        self._take_tables(plan)
         for memory, copies in zip(zip(self.blocks, self.host_blocks, strict=True), plan.swap_out, strict=False):
             _copy(memory[0], memory[1], copies)
         for memory, copies in zip(zip(self.host_blocks, self.blocks, strict=True), plan.swap_in, strict=False):
@@ -136,13 +137,16 @@ class MemoryExecutor:
             self.gathered[item.slot] = []
             self.asked[item.slot] = item
             self.states[item.slot] = self.snapshots[item.snapshot] if item.snapshot >= 0 else (-1, 0)
+        for slot, position, token in zip(*(plan.token_writes or ((), (), ())), strict=True):
+            self.tokens[slot][position] = token
+
+    def _take_tables(self, plan: StepPlan) -> None:
+        for item in plan.admitted:
             for table in self.tables:
                 table[item.slot] = {}
         for table, updates in zip(self.tables, plan.block_updates, strict=True):
             for slot, index, block_id in zip(updates.slots, updates.indices, updates.block_ids, strict=True):
                 table[slot][index] = block_id
-        for slot, position, token in zip(*(plan.token_writes or ((), (), ())), strict=True):
-            self.tokens[slot][position] = token
 
     def _score(self, plan: StepPlan, result: StepResult) -> StepResult:
         """Return the log-probabilities that rows ask for, all of them the same."""
@@ -163,14 +167,8 @@ class MemoryExecutor:
         self.states |= dict.fromkeys(plan.slots, (-1, 0))
         self.snapshots |= dict.fromkeys((write.snapshot for write in plan.snapshots), (-1, 0))
         size = self.capacity.block_size
-        tables = [{slot: dict(entries) for slot, entries in table.items()} for table in self.tables]
-        for item in plan.admitted:
-            for table in tables:
-                table[item.slot] = {}
-        for table, updates in zip(tables, plan.block_updates, strict=True):
-            for slot, index, block_id in zip(updates.slots, updates.indices, updates.block_ids, strict=True):
-                table[slot][index] = block_id
-        for blocks, table in zip(self.blocks, tables, strict=True):
+        self._take_tables(plan)  # before anything that can fail: a step behind this one may be under way
+        for blocks, table in zip(self.blocks, self.tables, strict=True):
             for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
                 for position in range(start, start + count):
                     blocks[table[slot][position // size]][position % size] = EMPTY[0]
