@@ -196,7 +196,7 @@ class StepFuture(Protocol):
         """Set the bit masks of allowed tokens for the draws in `plan.masked`, in order, ceil(V / 32) int32 words each.
 
         They are computed while the forward pass runs; the draws wait for them. Called once where `plan.masked` is not
-        empty. Must not raise: an error shows in `result`.
+        empty; behind a step under way, once that one's `result` is known. Must not raise: an error shows in `result`.
         """
         ...
 

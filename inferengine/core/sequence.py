@@ -143,6 +143,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt",
         "num_unexplained_failures",
+        "overlaps_at",
         "request",
         "rules",
         "slot",
@@ -180,6 +181,9 @@ class Sequence:
         self.next_check_at = 0  # number of tokens from which on a committed token has to be checked; 0: always
         self.status = SequenceStatus.WAITING
         self.grammar: Grammar | None = None  # compiled, at the end of `tokens`
+        # Number of tokens from which on its steps are launched behind each other under a grammar: where that forces
+        # tokens, those behind the next one are better known first.
+        self.overlaps_at = self.num_prompt + FORCE_PATIENCE
         self.rules: TokenRules | None = None
         if request.grammar is not None:
             known = None if first is None else first.rules
@@ -196,6 +200,12 @@ class Sequence:
         self.num_unexplained_failures = 0  # failed steps with a row of it for which no single request was at fault
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
+
+    @property
+    def can_be_forced(self) -> bool:
+        """Whether what the grammar forces needs no draw: not where every token has log-probabilities, nor where another
+        field may forbid what the grammar forces."""
+        return self.rules is None and self.request.params.logprobs is None
 
     @property
     def num_tokens(self) -> int:
@@ -228,6 +238,7 @@ class Sequence:
 # A stop token id; (error code, message), where a field of the request is the cause (code, message, field), and where
 # the request should wait before it is sent again (code, message, field or "", milliseconds); for EOS None.
 FinishDetail = int | str | tuple[str, str] | tuple[str, str, str] | tuple[str, str, str, int] | None
+FORCE_PATIENCE = 32  # tokens without a forced one
 GRAMMAR_COMPLETE = ""  # detail of a stop where the grammar is complete: the last token belongs to the output
 
 

@@ -59,6 +59,7 @@ class EngineCore:
         self._clock = clock
         self._on_failure = on_failure
         self._in_flight: deque[tuple[ScheduledStep, StepFuture]] = deque()
+        self._unmasked: ScheduledStep | None = None  # under way, and waits for its masks
         self._masks = MaskThreads(clock)
         self._busy_since = 0.0  # when the device began with the oldest step under way, or could have
         self._was_idle = True  # there was nothing to compute since the last step ended
@@ -116,7 +117,9 @@ class EngineCore:
             self.launching = scheduled
             if not self._in_flight:
                 self.under_way = scheduled
-            masks = self._begin_masks(scheduled) if scheduled.plan.masked else None
+            # Behind a step under way whose tokens its masks depend on, a step is launched without them.
+            waits = bool(scheduled.plan.masked and self._in_flight)
+            masks = self._begin_masks(scheduled) if scheduled.plan.masked and not waits else None
             try:
                 self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
             except Exception as error:
@@ -129,12 +132,26 @@ class EngineCore:
                     self._in_flight[-1][1].provide_masks(words)
                     expired += ended
                 self.launching = None
+                if waits:
+                    return self._mask_behind(scheduled, expired)
                 if len(self._in_flight) < self.executor.max_in_flight:
                     return self._with_finished(None, expired)
         if failed or not self._in_flight:
             self._was_idle = True
             return self._with_finished(None, expired + failed)
         return self._collect(expired)
+
+    def _mask_behind(self, scheduled: ScheduledStep, expired: list[Finished]) -> StepOutput | None:
+        """Commit the step before the one just launched, and let that draw under the masks that follow."""
+        future = self._in_flight[-1][1]
+        self._unmasked = scheduled
+        output = self._collect(expired)
+        if self._unmasked is None:
+            return output  # it was discarded: the step before it has failed
+        self._unmasked = None
+        words, ended = self.scheduler.fill_masks(scheduled, self._clock(), self._masks.run)
+        future.provide_masks(words)
+        return self._with_finished(output, ended)
 
     def _collect(self, expired: list[Finished]) -> StepOutput | None:
         """Wait for the oldest step under way and commit it."""
@@ -199,6 +216,9 @@ class EngineCore:
         for step, future in list(self._in_flight):
             if step.plan.step > scheduled.plan.step:
                 self.under_way = step
+                if step is self._unmasked:  # it would wait for ever
+                    self._unmasked = None
+                    future.provide_masks(self.scheduler.open_masks(step))
                 self._settle(future)
         self._in_flight = deque(item for item in self._in_flight if item[0].plan.step < scheduled.plan.step)
         self.launching = None

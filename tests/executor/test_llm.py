@@ -88,6 +88,20 @@ def test_an_output_matches_its_grammar(llm: LLM) -> None:
     assert all(json.loads(answer.text)["a"] in (1, 2) for answer in answers)
 
 
+def test_outputs_under_grammars_are_the_same_with_steps_behind_each_other() -> None:
+    params = [SamplingParams(max_tokens=60, temperature=1.0, seed=seed) for seed in range(6)]
+    found = []
+    for overlap in ("off", "on"):
+        with LLM(engine={"device": "cpu", "overlap": overlap}) as llm:
+            texts = [
+                [one.text for one in llm.generate(["x"] * count, params[:count], progress=False, **grammar)]
+                for grammar in ({"guided_regex": "[a-z ]+"}, {"guided_json": {"type": "array", "minItems": 3}})
+                for count in (1, 6)
+            ]
+        found.append(texts)
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_a_grammar_that_may_end_goes_on_until_the_least_number_of_tokens(llm: LLM, ignore_eos: bool) -> None:
     (eos,) = llm._eos

@@ -392,10 +392,16 @@ class Planner:
     def wants_results(self, last: ScheduledStep) -> bool:
         """Return whether planning should wait for the steps under way.
 
-        It should where their tokens decide what a grammar allows next, where a sequence stands after its draft tokens,
-        or what to propose next.
+        It should where a grammar may force what follows their tokens, which then need no steps, where a sequence stands
+        after its draft tokens is open, or what to propose next. Else masks are made once the tokens before are known,
+        while the next step runs.
         """
-        return bool(last.plan.masked) or self._speculator.wants_results(self._step + 1, bool(last.draft_tokens))
+        has_drafts = bool(last.draft_tokens)
+        most = self._options.max_running_to_force
+        forces = not 0 < most < len(self._state.running)
+        if last.plan.masked and (has_drafts or (forces and any(map(_may_force, last.rows)))):
+            return True
+        return self._speculator.wants_results(self._step + 1, has_drafts)
 
     def observe(self, scheduled: ScheduledStep, duration_s: float) -> None:
         """Learn from the time of a step whose tokens are not committed yet, for chunked prefill and speculation."""
@@ -683,3 +689,10 @@ def _divide(pending: dict[Share, int], budget: int, level: int) -> dict[Share, i
         budgets |= _divide(part, given, level + 1)
         budget, num_left = budget - given, num_left - 1
     return budgets
+
+
+def _may_force(sequence: Sequence) -> bool:
+    """Return whether a sequence's grammar may force tokens soon."""
+    if sequence.grammar is None or not sequence.can_be_forced:
+        return False
+    return len(sequence.tokens) < sequence.overlaps_at

@@ -18,6 +18,7 @@ from inferengine.core.executor import Capacity, StepResult, TokenLogprobs
 from inferengine.core.scheduler.planner import PlannedStep, Planner, ScheduledStep
 from inferengine.core.scheduler.scheduler_state import SchedulerOptions, SchedulerSnapshot, SchedulerState
 from inferengine.core.sequence import (
+    FORCE_PATIENCE,
     GRAMMAR_COMPLETE,
     FinishDetail,
     Finished,
@@ -154,6 +155,11 @@ class Scheduler:
         """Learn from the time that the device took for a step that is not committed yet."""
         self._planner.observe(scheduled, duration_s)
 
+    def open_masks(self, scheduled: ScheduledStep) -> bytearray:
+        """Return masks that allow every token, for the draws in `plan.masked`."""
+        words = -(-self.capacity.vocab_size // 32)
+        return bytearray(b"\xff") * (4 * words * len(scheduled.plan.masked))
+
     def fill_masks(
         self, scheduled: ScheduledStep, now: float, run: RunGroups = one_after_the_other
     ) -> tuple[bytearray, list[Finished]]:
@@ -162,7 +168,7 @@ class Scheduler:
         `run` works on groups of rows, beside each other if it likes: grammars that share a lexer are in one group.
         """
         words = -(-self.capacity.vocab_size // 32)
-        masks = bytearray(b"\xff") * (4 * words * len(scheduled.plan.masked))
+        masks = self.open_masks(scheduled)
         rows = memoryview(masks)
         groups: dict[object, list[MaskedRow]] = {}
         row = 0
@@ -471,16 +477,17 @@ class Scheduler:
     def _append_forced(self, sequence: Sequence, now: float) -> tuple[str, FinishDetail] | None:
         """Append the tokens that the grammar forces, without a step of the model."""
         grammar = sequence.grammar
-        if grammar is None or sequence.request.params.logprobs is not None:
-            return None  # every token of a request with log-probabilities goes through the model
-        if sequence.rules is not None:
-            return None  # another field may forbid what the grammar forces
+        if grammar is None or not sequence.can_be_forced:
+            return None
         if 0 < self.options.max_running_to_force < len(self.running):
             return None  # the mask allows the draw one token: the same result, without rows of several tokens
         forced = grammar.forced()
         if not forced:
             return None
         before = len(sequence.tokens)
+        sequence.overlaps_at = before + FORCE_PATIENCE
+        if sequence.num_inflight:
+            return None  # the step under way draws the first of them: its mask allows nothing else
         ended = self._append_tokens(sequence, forced, now)
         if sequence.status is SequenceStatus.RUNNING:
             known = enumerate(sequence.tokens[before:], start=before)
