@@ -46,9 +46,6 @@ from inferengine.models.hf_config import read_json
 logger = logging.getLogger(__name__)
 
 FORCED_ROWS_ON_CPU = 4  # measured: with eight rows running ahead cost a schema 4 % of its tokens, with one it gave 14 %
-# With steps behind each other, which forced tokens do not allow: beside a simulated device they took 7 % of a schema's
-# tokens at 64 rows, and gave 4 % at 4 rows.
-FORCED_ROWS_WITH_OVERLAP = 8
 
 
 class TorchExecutor:
@@ -119,7 +116,7 @@ class TorchExecutor:
             swap_block_s=swap_block_s,
             prefill_token_s=prefill_token_s,
             embedding_size=len(self.dense[-1].weight) if self.dense else self.config.hidden_size,
-            max_forced_rows=_forced_rows(settings),
+            max_forced_rows=FORCED_ROWS_ON_CPU if settings.device.type == "cpu" else 0,
             has_draft_model=settings.draft_folder is not None,
             has_states=bool(self.config.states),
             is_causal=self.config.is_causal,
@@ -363,12 +360,6 @@ class TorchExecutor:
         self.launched = "graph with prompts"
         batch, logits = mixed.run(shape, plan, columns)
         return StepDraws(self.ops, self.slots, plan, batch, logits if batch.num_samples else None)
-
-
-def _forced_rows(settings: ExecutorSettings) -> int:
-    if settings.device.type == "cpu":
-        return FORCED_ROWS_ON_CPU
-    return FORCED_ROWS_WITH_OVERLAP if settings.overlap else 0
 
 
 def build_executor(config: Config) -> TorchExecutor:
