@@ -40,7 +40,7 @@ class Computing:
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Engine:
-    sizes = {"num_hidden_layers": 5}
+    sizes = {"num_hidden_layers": 4}  # of which three are kinds of their own
     return make_llama_engine(tmp_path, monkeypatch, device, sizes, budget=24, max_num_seqs=4, num_blocks=32)
 
 
@@ -108,11 +108,11 @@ def plan_of_decodes(rows: int) -> StepPlan:
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # padded tokens compute with what is there
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_a_step_with_prompts_takes_the_smallest_shape_that_is_captured(engine: Engine) -> None:
-    graphs = mixed_graphs(engine, [MixedShape(0, 8), MixedShape(0, 16), MixedShape(4, 8), MixedShape(4, 64)])
+    graphs = mixed_graphs(engine, [MixedShape(0, 8), MixedShape(0, 16), MixedShape(4, 8), MixedShape(4, 16)])
     plan = plan_of_decodes(1)._replace(num_decodes=0, counts=[7], num_tokens=7)
     first, later = graphs.first(), graphs.later()
     assert (len(first), len(later)) == (1, 3)
-    assert graphs.shape(plan, 1) == MixedShape(4, 64)
+    assert graphs.shape(plan, 1) == MixedShape(4, 16)
     for capture in later[:-1]:
         capture(Computing(engine.executor.model))
     assert graphs.shape(plan, 1) == MixedShape(4, 8)
@@ -124,7 +124,7 @@ def test_a_step_with_prompts_takes_the_smallest_shape_that_is_captured(engine: E
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_a_capture_between_two_steps_writes_to_the_scratch_slot_alone(engine: Engine) -> None:
     executor, slots = engine.executor, engine.executor.slots
-    decode, mixed = decode_graphs(engine, 4), mixed_graphs(engine, [MixedShape(4, 24), MixedShape(0, 8)])
+    decode, mixed = decode_graphs(engine, 4), mixed_graphs(engine, [MixedShape(4, 24), MixedShape(0, 4)])
     plain = executor._compute
 
     def upload_too(plan: StepPlan) -> StepDraws:
@@ -152,7 +152,8 @@ def test_a_capture_between_two_steps_writes_to_the_scratch_slot_alone(engine: En
         return caches, slots.tokens[: slots.num_slots].cpu().numpy().copy()
 
     before = contents()
-    for capture in (*decode.first(), *decode.later(), *mixed.first(), *mixed.later()):
+    one_row, shared = decode.first()[-4:], decode.later()[-1:]  # four kinds of draws: one is enough, and none
+    for capture in (one_row[0], one_row[-1], *shared, *mixed.first(), *mixed.later()):
         capture(Computing(engine.executor.model))
     after = contents()
     for was, now in zip(before[0], after[0], strict=True):
