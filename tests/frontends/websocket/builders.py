@@ -205,7 +205,6 @@ class Reading:
         self.token_ids: list[int] = []
         self.reasoning = ""
         self.calls: list[dict[str, Any]] = []  # of one choice
-        self.num_call_frames = 0
 
     @property
     def ended(self) -> bool:
@@ -231,7 +230,6 @@ class Reading:
 
     def _take_calls(self, entries: Any) -> None:
         """Put streamed calls together as OpenAI's clients do."""
-        self.num_call_frames += bool(entries)
         for entry in entries:
             if entry["index"] == len(self.calls):
                 assert entry["type"] == "function"
