@@ -183,6 +183,33 @@ def test_a_long_output_is_detokenized_a_few_tokens_at_a_time_for_who_attaches(
         check_idle(engine)
 
 
+@pytest.mark.parametrize("stays", [True, False], ids=["who waits stays", "who waits goes"])
+def test_a_request_whose_reader_goes_runs_on_for_who_waits_for_its_text(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, stays: bool
+) -> None:
+    text = "the quick brown fox jumps over the lazy dog " * 6
+    monkeypatch.setattr("inferengine.engine.io.intake.TOKENS_PER_TURN", 0)  # no text is made
+    with run_script(text, step_s=0.005) as engine:
+        client, other = connect(engine), connect(engine)
+        client.submit(1, id=ID, max_tokens=len(script_of(text)))
+        client.expect(Step)
+        other.send(Attach(ID, 5, (0,), reply="text"))
+        other.send(Attach(bytes(16), 7, (0,)))  # messages are taken in order: its answer says that the other is there
+        assert other.expect(Reject).stream == 7
+        client.send(Cancel(streams=(1,), leave=True))
+        client.send(Attach(bytes(16), 8, (0,)))
+        assert client.expect(Reject).stream == 8
+        if stays:
+            monkeypatch.setattr("inferengine.engine.io.intake.TOKENS_PER_TURN", 1000)
+            collected = other.collect({5})
+            assert (collected.text[5], collected.done[5][0].reason) == (text, "length")
+        else:
+            other.send(Cancel(streams=(5,), leave=True))
+        check_idle(engine)
+        assert engine.core is not None
+        assert stays or engine.core.scheduler.stats.num_steps < len(script_of(text))
+
+
 @pytest.mark.parametrize("stop", [(), ("lazy",), ("never",)], ids=["no stop", "stops", "does not stop"])
 @pytest.mark.parametrize("reply", ["text", "both"])
 def test_a_long_resumed_output_is_detokenized_a_few_tokens_at_a_time(

@@ -512,7 +512,8 @@ class Intake:
         self._end([log.uid for log in logs if log.ended is None], "abort", CANCELLED)
 
     def cancel_orphans(self, submissions: Sequence[SubmittedRequest]) -> None:
-        """Cancel submissions whose only readers lost their connection."""
+        """Cancel submissions whose only readers lost their connection, unless somebody waits for their text."""
+        submissions = self._unawaited(submissions)
         for submission in submissions:
             submission.abandoned = True
         self.abandon(submissions, CANCELLED)
@@ -531,9 +532,11 @@ class Intake:
         self.cancel_orphans([submission for submission in self._orphans(gone) if not submission.detached])
 
     def _orphans(self, gone: list[WaitingReader]) -> list[SubmittedRequest]:
-        """Return the unfinished submissions that these readers submitted, if nobody else reads them."""
+        """Return the unfinished submissions that these readers submitted, or kept running, if nobody else reads
+        them."""
         others = {id(waiting.submission) for waiting in self._text_readers if not waiting.connection.dropped}
-        submitted = {id(waiting.submission): waiting.submission for waiting in gone if not waiting.attached}
+        kept = (waiting for waiting in gone if not waiting.attached or not waiting.submission.detached)
+        submitted = {id(waiting.submission): waiting.submission for waiting in kept}
         return [
             submission
             for key, submission in submitted.items()
@@ -897,7 +900,12 @@ class Intake:
                 if not others:
                     self._pending.forget(item)
                     self._publisher.forget(item.submission)
-        self.abandon(self._publisher.leave(connection, streams), CANCELLED)
+        self.abandon(self._unawaited(self._publisher.leave(connection, streams)), CANCELLED)
+
+    def _unawaited(self, submissions: Sequence[SubmittedRequest]) -> list[SubmittedRequest]:
+        """Return those whose text nobody waits for, who would read them then."""
+        awaited = {id(waiting.submission) for waiting in self._text_readers if not waiting.connection.dropped}
+        return [submission for submission in submissions if id(submission) not in awaited]
 
     def _end(self, uids: list[int], reason: str, detail: tuple[str, str]) -> None:
         if uids and self._engine.engine is not None:
