@@ -110,12 +110,16 @@ def test_few_queries_over_a_long_context_are_shared_by_programs(heads, kv_heads,
 
 
 COMPILE = """
+import sys
 import torch
 from inferengine.kernels.cuda.attention.prefill_hopper import attention_kernel
 from inferengine.kernels.cuda.attention.prefill_hopper import descriptors
 from inferengine.kernels.cuda.attention.prefill_hopper import PrefillShape
 
-shape = PrefillShape(1, 2, 64, 64, block_tokens=64, stages=2, window=False, softcap=False, sinks=True, most_splits=2)
+shape = PrefillShape(
+    1, 2, 64, 64, block_tokens=64, stages=2, groups=int(sys.argv[1]), window=False, softcap=False, sinks=True,
+    most_splits=2,
+)
 q, kv = torch.zeros(64, 2, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 1, 64, 64, dtype=torch.bfloat16)
 i32, f32 = torch.zeros(4, dtype=torch.int32), torch.zeros(4)
 kernel = attention_kernel.warmup(
@@ -126,6 +130,7 @@ print("wgmma" in kernel.asm["ptx"], "cp.async.bulk.tensor" in kernel.asm["ptx"],
 """
 
 
-def test_the_kernel_compiles_for_hopper_without_a_card(compile_program):
-    done = compile_program(COMPILE)
+@pytest.mark.parametrize("groups", [2, 3])
+def test_the_kernel_compiles_for_hopper_without_a_card(groups, compile_program):
+    done = compile_program(COMPILE, str(groups))
     assert done.stdout.split() == ["True", "True", "True"], done.stderr[-2000:]

@@ -172,11 +172,13 @@ class PrefillConfig(NamedTuple):
 
 
 class HopperPrefillConfig(NamedTuple):
-    """attention/prefill_hopper.py: keys of a step, steps in shared memory, the most programs that share the keys of a
-    tile of queries where there are few tiles, and the tokens of a step from which on it is the better choice."""
+    """attention/prefill_hopper.py: keys of a step, steps in shared memory, computing groups (2 or 3), the most programs
+    that share the keys of a tile of queries where there are few tiles, and the tokens of a step from which on it is the
+    better choice."""
 
     block_tokens: int
     num_stages: int
+    num_groups: int
     max_splits: int
     min_tokens: int = 256
 
@@ -768,9 +770,9 @@ PREFILL_ATTENTION: tuple[tuple[Range, Range, PrefillConfig], ...] = (
 
 # (head dimensions, configuration)
 HOPPER_PREFILL_ATTENTION: tuple[tuple[Range, HopperPrefillConfig], ...] = (
-    (to(64), HopperPrefillConfig(128, 4, 16)),
-    (to(128), HopperPrefillConfig(128, 2, 16)),
-    (ANY, HopperPrefillConfig(64, 2, 16)),
+    (to(64), HopperPrefillConfig(128, 4, 3, 16)),
+    (to(128), HopperPrefillConfig(128, 2, 2, 16)),
+    (ANY, HopperPrefillConfig(64, 2, 2, 16)),
 )
 
 HOPPER_ROWS = 16  # up to which rows may have few tokens each: as many as a captured step has, most of them empty

@@ -1,15 +1,17 @@
-"""Prefill attention for Hopper: one warp loads, two groups of four warps compute. The contract is prefill.py's.
+"""Prefill attention for Hopper: one warp loads, two or three groups of four warps compute. Contract: prefill.py.
 
 A program stays on its multiprocessor and takes one tile after the other: queries of one row with all heads of one KV
-head packed beside each other, 128 rows (tokens x group), 64 to each computing group.
+head packed beside each other, 64 rows (tokens x group) to each computing group.
 
 The loading warp takes tiles from a counter that all programs share, the longest of a row first and the next one when
 it is nearly through with this one, passes them to the computing groups, and runs ahead of them with the tensor memory
 accelerator (TMA) as far as shared memory has room. Where few tiles would leave the device idle, several programs share
 the keys of each, and the last one to arrive adds up their sums; the number is decided on the device, which knows the
-rows of a captured step and their contexts. The groups share the keys and values and take turns to multiply: one
-computes its softmax while the other uses the tensor cores. Within a group the scores of the next block are multiplied
-before the values of the last one, so that its softmax overlaps a product as well.
+rows of a captured step and their contexts. The groups share the keys and values. Two take turns to multiply: one
+computes its softmax while the other uses the tensor cores, and within a group the scores of the next block are
+multiplied before the values of the last one, so that its softmax overlaps a product as well. Where heads are so small
+that the softmax takes as long as both products, three groups have registers for one block each, which they compute
+from end to end: while one multiplies, two are at their softmax.
 
 Blocks of keys are walked from the diagonal down, so that only the first ones are masked. Apart from how many programs
 share its keys, a query's result depends on nothing but its own row: masked and unmasked blocks do the same arithmetic,
@@ -60,6 +62,7 @@ class PrefillShape:
     block_size: int
     block_tokens: int  # keys of a step
     stages: int  # blocks of keys and of values in shared memory
+    groups: int  # computing groups: 2 or 3
     window: bool
     softcap: bool
     sinks: bool = False
@@ -116,7 +119,7 @@ def _splits_to_fill(rows, most, SHAPE: gl.constexpr):
     """(Tiles up to the last row that has queries, splits of each): of the numbers of splits up to `most` the first that
     leaves less than a tenth of the card idle, or else the one that leaves least; no more than contexts are worth."""
     row_start_ptr, query_start_ptr, first_row, num_rows, _num_tiles, _window, _splits = rows
-    TOKENS: gl.constexpr = 2 * SHAPE.tokens
+    TOKENS: gl.constexpr = SHAPE.groups * SHAPE.tokens
     row = gl.arange(0, MOST_ROWS, gl.BlockedLayout([8], [32], [4], [0]))
     mask = row < num_rows
     begin = gl.load(query_start_ptr + first_row + row, mask=mask, other=0)
@@ -146,7 +149,7 @@ def tile_at(place, rows, SHAPE: gl.constexpr):
     take part). The longest tiles come first: rows as the scheduler orders them, those that have come furthest in front,
     and each row from its end."""
     row_start_ptr, query_start_ptr, first_row, num_rows, _num_tiles, window, splits = rows
-    TOKENS: gl.constexpr = 2 * SHAPE.tokens
+    TOKENS: gl.constexpr = SHAPE.groups * SHAPE.tokens
     kv_head = place % SHAPE.kv_heads
     rest = place // SHAPE.kv_heads
     tile = rest // splits if SHAPE.split else rest
@@ -222,6 +225,7 @@ def load_all(q, kv, table, rows, slots, barriers, SHAPE: gl.constexpr):
     q_ready, q_free, k_ready, k_free, v_ready, v_free, place_ready, place_free = barriers
     CHUNKS: gl.constexpr = SHAPE.columns // COLUMNS
     BUFFERS: gl.constexpr = SHAPE.query_buffers
+    GROUPS: gl.constexpr = SHAPE.groups
     programs = gl.num_programs(0)
     limit = rows[4] * SHAPE.kv_heads
     if SHAPE.split:
@@ -234,8 +238,8 @@ def load_all(q, kv, table, rows, slots, barriers, SHAPE: gl.constexpr):
         valid, kv_head, row, first_query, _count, start, first_token, last_token, first_block, last_block = found[:10]
         if valid:
             _hand_out(place, tiles, places, place_ready, place_free)
-            for part in gl.static_range(2):
-                slot = (tiles % BUFFERS) * 2 + part
+            for part in gl.static_range(GROUPS):
+                slot = (tiles % BUFFERS) * GROUPS + part
                 mbarrier.wait(q_free.index(slot), ((tiles // BUFFERS) & 1) ^ 1)
                 mbarrier.expect(q_ready.index(slot), GROUP_ROWS * SHAPE.columns * 2)
                 for chunk in gl.static_range(CHUNKS):
@@ -292,6 +296,48 @@ def _softmax(score, peak, total, block, query_position, numbers, SHAPE: gl.const
 @gluon.jit
 def _step(state, step, block, q, keys, values, barriers, part: gl.constexpr, query_position, numbers,
           SHAPE: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
+    """Scores of `block`. With two groups the weighted values of the block before it, with three its own."""
+    if SHAPE.groups == 3:
+        state = _whole_step(
+            state, step, block, q, keys, values, barriers, query_position, numbers, SHAPE, MASKED
+        )  # fmt: skip
+    else:
+        state = _overlapped_step(
+            state, step, block, q, keys, values, barriers, part, query_position, numbers, SHAPE, MASKED
+        )
+    return state
+
+
+@gluon.jit
+def _whole_step(state, step, block, q, keys, values, barriers, query_position, numbers, SHAPE: gl.constexpr,
+                MASKED: gl.constexpr):  # fmt: skip
+    """Scores of `block`, their softmax and the weighted values."""
+    acc, none, peak, total = state
+    k_ready, k_free, v_ready, v_free, _turn = barriers
+    SCORES: gl.constexpr = SHAPE.score_layout
+    SUMS: gl.constexpr = SHAPE.sum_layout
+    WEIGHTS: gl.constexpr = SHAPE.weight_layout
+    BLOCK_T: gl.constexpr = SHAPE.block_tokens
+    stage = step % SHAPE.stages
+    phase = (step // SHAPE.stages) & 1
+    mbarrier.wait(k_ready.index(stage), phase)
+    zeros = gl.zeros([GROUP_ROWS, BLOCK_T], gl.float32, SCORES)
+    score = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    score = warpgroup_mma_wait(0, deps=[score])
+    mbarrier.arrive(k_free.index(stage))
+    weight, peak, total, shrink = _softmax(score, peak, total, block, query_position, numbers, SHAPE, MASKED)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+    weight = gl.convert_layout(weight.to(keys.dtype), WEIGHTS)
+    mbarrier.wait(v_ready.index(stage), phase)
+    acc = warpgroup_mma(weight, values.index(stage), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_free.index(stage))
+    return acc, none, peak, total
+
+
+@gluon.jit
+def _overlapped_step(state, step, block, q, keys, values, barriers, part: gl.constexpr, query_position, numbers,
+                     SHAPE: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
     """Scores of `block`, and the weighted values of the block before it."""
     acc, weight, peak, total = state
     k_ready, k_free, v_ready, v_free, turn = barriers
@@ -366,7 +412,7 @@ def _combine(acc, total, peak, place, parts, unit, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _compute(part: gl.constexpr, rows, shared, barriers, numbers, v_scale, outputs, SHAPE: gl.constexpr):
-    """A computing group: rows [64 * part, 64 * part + 64) of every tile."""
+    """Compute rows [64 * part, 64 * part + 64) of every tile, as one of the computing groups."""
     queries, keys, values, places = shared
     q_ready, q_free, k_ready, k_free, v_ready, v_free, place_ready, place_free, turn = barriers
     of_step = (k_ready, k_free, v_ready, v_free, turn)
@@ -407,21 +453,27 @@ def _compute(part: gl.constexpr, rows, shared, barriers, numbers, v_scale, outpu
         total = gl.zeros([GROUP_ROWS], gl.float32, ROW)
         acc = gl.zeros([GROUP_ROWS, COLS], gl.float32, SUMS)
 
-        slot = (tiles % BUFFERS) * 2 + part
+        slot = (tiles % BUFFERS) * SHAPE.groups + part
         q = queries.index(slot)
-        stage = step % SHAPE.stages
-        phase = (step // SHAPE.stages) & 1
         mbarrier.wait(q_ready.index(slot), (tiles // BUFFERS) & 1)
-        mbarrier.wait(k_ready.index(stage), phase)
-        mbarrier.wait(turn.index(part), step & 1)
-        zeros = gl.zeros([GROUP_ROWS, BLOCK_T], gl.float32, SCORES)
-        score = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.arrive(turn.index(1 - part))
-        score = warpgroup_mma_wait(0, deps=[score])
-        mbarrier.arrive(k_free.index(stage))
-        weight, peak, total, _shrink = _softmax(score, peak, total, last_block, query_position, numbers, SHAPE, True)
-        mbarrier.wait(v_ready.index(stage), phase)
-        state = (acc, weight, peak, total)
+        # The first block is apart from the loops, with three groups too: without a wgmma that is certain to run, ptxas
+        # 12.8 computes what the descriptors of all loops begin with in a loop that a split of a tile may leave out.
+        if SHAPE.groups == 3:
+            state = (acc, 0, peak, total)
+            state = _step(state, step, last_block, q, keys, values, of_step, part, query_position, numbers, SHAPE, True)
+        else:
+            stage = step % SHAPE.stages
+            phase = (step // SHAPE.stages) & 1
+            mbarrier.wait(k_ready.index(stage), phase)
+            mbarrier.wait(turn.index(part), step & 1)
+            zeros = gl.zeros([GROUP_ROWS, BLOCK_T], gl.float32, SCORES)
+            score = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.arrive(turn.index(1 - part))
+            score = warpgroup_mma_wait(0, deps=[score])
+            mbarrier.arrive(k_free.index(stage))
+            weight, peak, total, _ = _softmax(score, peak, total, last_block, query_position, numbers, SHAPE, True)
+            mbarrier.wait(v_ready.index(stage), phase)
+            state = (acc, weight, peak, total)
         last_step = step + last_block  # block b is in step `last_step - b`
         for block in range(last_block - 1, gl.maximum(diagonal, first_block) - 1, -1):
             state = _step(
@@ -441,17 +493,19 @@ def _compute(part: gl.constexpr, rows, shared, barriers, numbers, v_scale, outpu
         step = last_step + 1 - first_block
         tiles += 1
         acc, weight, peak, total = state
-        stage = (step - 1) % SHAPE.stages
-        acc = warpgroup_mma(gl.convert_layout(weight.to(keys.dtype), WEIGHTS), values.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_free.index(stage))
+        if SHAPE.groups == 2:
+            stage = (step - 1) % SHAPE.stages
+            weight = gl.convert_layout(weight.to(keys.dtype), WEIGHTS)
+            acc = warpgroup_mma(weight, values.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_free.index(stage))
         total = gl.convert_layout(total, gl.SliceLayout(1, SUMS))
         row_peak = gl.convert_layout(peak, gl.SliceLayout(1, SUMS))
         writes = active > 0
         if SHAPE.split:
             if active > 1:
                 place_of = (kv_head, first_query - base, token, count, split, active, rows[6])
-                unit = arrived_ptr + 2 + (number * SHAPE.kv_heads + kv_head) * 2 + part
+                unit = arrived_ptr + 2 + (number * SHAPE.kv_heads + kv_head) * SHAPE.groups + part
                 acc, total, row_peak, writes = _combine(
                     acc, total, row_peak, place_of, (partial_ptr, peak_ptr), unit, SHAPE
                 )
@@ -514,7 +568,7 @@ def attention_kernel(
     SHAPE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Give the loading warp and the two computing groups of a program their work."""
+    """Give the loading warp and the computing groups of a program their work."""
     allow_next(PDL)
     rows = (row_start_ptr, query_start_ptr, first_row, num_rows, num_tiles, window, splits)
     if SHAPE.split:  # columns of the step: no kernel of the step writes them
@@ -522,7 +576,8 @@ def attention_kernel(
         rows = (row_start_ptr, query_start_ptr, first_row, num_rows, num_tiles, window, splits)
     wait_for_previous(PDL)
     CHUNKS: gl.constexpr = SHAPE.columns // COLUMNS
-    SLOTS: gl.constexpr = 2 * SHAPE.query_buffers
+    GROUPS: gl.constexpr = SHAPE.groups
+    SLOTS: gl.constexpr = SHAPE.groups * SHAPE.query_buffers
     PIECES: gl.constexpr = SHAPE.stages * CHUNKS * SHAPE.block_tokens // LINES
     STAGES: gl.constexpr = SHAPE.stages
     BLOCK_T: gl.constexpr = SHAPE.block_tokens
@@ -539,11 +594,11 @@ def attention_kernel(
     q_ready = _barriers(SLOTS, 1)
     q_free = _barriers(SLOTS, 1)
     place_ready = _barriers(2, 1)
-    place_free = _barriers(2, 2)
+    place_free = _barriers(2, GROUPS)
     k_ready = _barriers(STAGES, 1)
-    k_free = _barriers(STAGES, 2)
+    k_free = _barriers(STAGES, GROUPS)
     v_ready = _barriers(STAGES, 1)
-    v_free = _barriers(STAGES, 2)
+    v_free = _barriers(STAGES, GROUPS)
     turn = _barriers(2, 1)
     fence_async_shared()
     loading = (q_ready, q_free, k_ready, k_free, v_ready, v_free, place_ready, place_free)
@@ -551,15 +606,28 @@ def attention_kernel(
     outputs = (out_ptr, partial_ptr, peak_ptr, counter_ptr, sinks_ptr)
     numbers = (scale, softcap, window)
     table = (row_slot_ptr, table_ptr, table_stride, counter_ptr)
-    gl.warp_specialize(
-        [
-            (_compute, (0, rows, shared, computing, numbers, v_scale, outputs, SHAPE)),
-            (_compute, (1, rows, shared, computing, numbers, v_scale, outputs, SHAPE)),
-            (load_all, (q, kv, table, rows, (q_slots, k_slots, v_slots, places), loading, SHAPE)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    pieces = (q_slots, k_slots, v_slots, places)
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_compute, (0, rows, shared, computing, numbers, v_scale, outputs, SHAPE)),
+                (_compute, (1, rows, shared, computing, numbers, v_scale, outputs, SHAPE)),
+                (_compute, (2, rows, shared, computing, numbers, v_scale, outputs, SHAPE)),
+                (load_all, (q, kv, table, rows, pieces, loading, SHAPE)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (0, rows, shared, computing, numbers, v_scale, outputs, SHAPE)),
+                (_compute, (1, rows, shared, computing, numbers, v_scale, outputs, SHAPE)),
+                (load_all, (q, kv, table, rows, pieces, loading, SHAPE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
 
 
 def fits(q: torch.Tensor, kv: torch.Tensor) -> bool:
@@ -609,15 +677,16 @@ def prefill_attention(
         block_size=block_size,
         block_tokens=tuned.block_tokens,
         stages=tuned.num_stages,
+        groups=tuned.num_groups,
         window=window is not None,
         softcap=softcap is not None,
         sinks=sinks is not None,
     )
-    num_tiles = num_tokens // (2 * shape.tokens) + num_rows
+    num_tiles = num_tokens // (shape.groups * shape.tokens) + num_rows
     programs = num_multiprocessors(q.device)
     splits, partial = 1, out
     if scratch is not None and window is None and num_rows <= MOST_ROWS.value:
-        counters = 2 + 2 * num_tiles * num_kv_heads
+        counters = 2 + shape.groups * num_tiles * num_kv_heads
         room = scratch.partial.numel() // (num_tokens * num_heads * (head_dim + 2))
         if room > 1 and tuned.max_splits > 1 and counters <= scratch.arrived.numel():
             splits, partial = min(room, tuned.max_splits), scratch.partial
