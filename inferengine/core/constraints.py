@@ -17,6 +17,7 @@ compiler makes a lexer for each few outputs of a grammar.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -70,20 +71,22 @@ class TokenRules:
     __slots__ = ("_allowed", "_min_tokens", "_never", "_stops", "_words", "fields", "num_before")
 
     def __init__(self, params: SamplingParams, stop_ids: Collection[int]) -> None:
-        self._allowed = bits(params.allowed_token_ids) if params.allowed_token_ids else -1
+        self._allowed = bits(params.allowed_token_ids) if params.allowed_token_ids else None
         self._never = bits([word[0] for word in params.bad_words_ids if len(word) == 1])
         self._words = [(word[:-1], word[-1]) for word in params.bad_words_ids if len(word) > 1]
         self._min_tokens = params.min_tokens
-        self._stops = bits(stop_ids) if params.min_tokens else 0
+        self._stops = bits(stop_ids)
         self.fields = restricting_fields(params)
         self.num_before = max((len(before) for before, _ in self._words), default=0)  # tokens that `allowed` looks at
 
     def allowed(self, mask: int, num_output: int, before: SequenceOf[int]) -> int:
-        """Return the tokens of `mask` that may come now. `before`: the last `num_before` tokens of the output, or all
-        of them if there are fewer."""
-        mask &= self._allowed & ~self._never
+        """Return the tokens of `mask` that may come now, an int without a sign. `before`: the last `num_before` tokens
+        of the output, or all of them if there are fewer."""
+        if self._allowed is not None:
+            mask &= self._allowed
+        mask ^= mask & self._never  # takes what the smaller of both takes, which a complement does not
         if num_output < self._min_tokens:
-            mask &= ~self._stops
+            mask ^= mask & self._stops
         came = tuple(before)
         for beginning, last in self._words:
             if came[-len(beginning) :] == beginning:
@@ -130,7 +133,7 @@ def bits(ids: Collection[int]) -> int:
 
 MOST_THREADS = 16
 OTHER_CORES = 2  # for the loop's and the I/O thread
-WORTHWHILE_S = 0.0005  # below, handing out the work costs as much as it gains
+WORTHWHILE_S = 0.001  # of processor time; below, threads that wait for the interpreter's lock cost more than they gain
 
 G = TypeVar("G")
 R = TypeVar("R")
@@ -144,8 +147,10 @@ def num_mask_threads() -> int:
 class MaskThreads:
     """Runs the groups of one step at a time, in threads once they have taken WORTHWHILE_S."""
 
-    def __init__(self, clock: Callable[[], float], num_threads: int | None = None) -> None:
-        """`num_threads`: with the caller's; None: as many as the machine has use for."""
+    def __init__(self, num_threads: int | None = None, clock: Callable[[], float] = time.thread_time) -> None:
+        """`num_threads`: with the caller's; None: as many as the machine has use for. `clock`: the processor time of
+        the thread that asks. Where other threads hold the interpreter's lock the groups take longer, and more threads
+        make that worse."""
         self.num_threads = num_threads or num_mask_threads()
         self._clock = clock
         self._threads: ThreadPoolExecutor | None = None  # made when the first grammar comes

@@ -60,7 +60,7 @@ class EngineCore:
         self._on_failure = on_failure
         self._in_flight: deque[tuple[ScheduledStep, StepFuture]] = deque()
         self._unmasked: ScheduledStep | None = None  # under way, and waits for its masks
-        self._masks = MaskThreads(clock)
+        self._masks = MaskThreads()
         self._busy_since = 0.0  # when the device began with the oldest step under way, or could have
         self._was_idle = True  # there was nothing to compute since the last step ended
         self._deadlines: list[tuple[float, int]] = []

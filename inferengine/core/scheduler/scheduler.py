@@ -78,6 +78,9 @@ def one_after_the_other(fill: FillGroup, groups: list[list[MaskedRow]]) -> list[
     return [fill(group) for group in groups]
 
 
+FEW_BYTES = 512  # of a mask that are looked at first
+
+
 class Scheduler:
     """Owns the sequences, the waiting queue and the block tables. Pure: no clock, no threads, no device."""
 
@@ -535,7 +538,9 @@ class Scheduler:
         if rules is None:
             return True
         output = [*sequence.tokens[max(sequence.num_prompt, len(sequence.tokens) - rules.num_before) :], *drafts]
-        return bool(rules.allowed(int.from_bytes(mask, "little"), sequence.num_output + len(drafts), output))
+        num_output = sequence.num_output + len(drafts)
+        parts = mask[:FEW_BYTES], mask  # single letters are among the first tokens of most vocabularies
+        return any(rules.allowed(int.from_bytes(part, "little"), num_output, output) for part in parts)
 
     def _no_token(self, sequence: Sequence) -> InvalidRequest:
         """Return the error of a request whose fields allow no token after its output."""
