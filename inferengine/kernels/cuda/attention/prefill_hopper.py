@@ -459,7 +459,7 @@ def _compute(part: gl.constexpr, rows, shared, barriers, numbers, v_scale, outpu
         # The first block is apart from the loops, with three groups too: without a wgmma that is certain to run, ptxas
         # 12.8 computes what the descriptors of all loops begin with in a loop that a split of a tile may leave out.
         if SHAPE.groups == 3:
-            state = (acc, 0, peak, total)
+            state = (acc, total, peak, total)  # whole steps carry no weights: any tensor will do
             state = _step(state, step, last_block, q, keys, values, of_step, part, query_position, numbers, SHAPE, True)
         else:
             stage = step % SHAPE.stages
