@@ -49,6 +49,7 @@ def parts(calls: int, gauntlet_s: int, processes: int) -> list[Part]:
     """Return all parts, the longest first."""
     gauntlet = [PYTHON, "-m", "tests.gauntlet", "--device", "cuda", "--seconds", str(gauntlet_s), "--seed"]
     spread = ["-n", str(processes)] if processes > 1 else []
+    deterministic = [PYTHON, "-m", "benchmarks.deterministic", "--shape", "qwen3-0.6b", "--batches", "1"]
     return [
         Part("kernels", [*PYTEST, *spread, "tests/kernels", "tests/quantization", "tests/core"], 300),
         Part("stall", [PYTHON, "-m", "tests.gpu.stall", "--calls", str(calls)], 120 + calls // 500),
@@ -56,9 +57,7 @@ def parts(calls: int, gauntlet_s: int, processes: int) -> list[Part]:
         Part("gauntlet-bf16", [*gauntlet, "2", "--dtype", "bfloat16"], gauntlet_s + 120),
         Part("compilations", [PYTHON, "-m", "tests.gpu.compilations"], 240),
         Part("distribution", [PYTHON, "-m", "tests.gpu.distribution"], 150),
-        Part(
-            "deterministic", [PYTHON, "-m", "benchmarks.deterministic", "--shape", "qwen3-0.6b", "--batches", "1"], 180
-        ),
+        Part("deterministic", [*deterministic, "--cache.num_blocks", "1024"], 180),  # others run on the card beside it
         Part("formats", [PYTHON, "-m", "tests.gpu.formats"], 180),
         Part("ranks", [PYTHON, "-m", "tests.gpu.ranks"], 150, cards=2),
     ]
