@@ -100,7 +100,11 @@ class EngineConfig:
     )
     threads: int = _key(0, "CPU threads for the model; 0: chosen by the size of a step, at most all cores", minimum=0)
     max_num_seqs: int = _key(0, "most sequences in one step; 0: 64 on CPU, 512 on CUDA", minimum=0)
-    max_num_batched_tokens: int = _key(0, "token budget of one step; 0: 512 on CPU, 8192 on CUDA", minimum=0)
+    max_num_batched_tokens: int = _key(
+        0,
+        "token budget of one step; 0: 512 on CPU, 8192 on CUDA, there 32768 for small models whose tokens see later ones",
+        minimum=0,
+    )
     overlap: str = _key("auto", "schedule step n+1 while step n runs; auto: on CUDA", ("auto", "on", "off"))
     cuda_graphs: bool = _key(True, "run decode steps, and small steps with prompts, as CUDA graphs")
     deterministic: bool = _key(False, "outputs do not change by one bit with what else is in the batch")

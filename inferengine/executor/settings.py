@@ -25,6 +25,7 @@ class ExecutorSettings:
     random_weights: bool
     max_num_seqs: int
     max_num_batched_tokens: int
+    whole_prompt_tokens: int  # the same for a small model whose tokens see later ones
     max_model_len: int
     block_size: int
     num_blocks: int
@@ -68,6 +69,9 @@ class ExecutorSettings:
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # 64: what the tensor memory accelerator can fetch as one tile
 DEFAULTS = {"cpu": (64, 512), "cuda": (512, 8192)}  # max_num_seqs, max_num_batched_tokens
+# max_num_batched_tokens of small models whose tokens see later ones. Their steps are launched kernel by kernel, which
+# takes as long as computing some 16,000 tokens.
+WHOLE_PROMPTS = {"cpu": 512, "cuda": 32_768}
 
 
 def executor_settings(config: Config, device: torch.device | None = None, rank: int = 0) -> ExecutorSettings:
@@ -100,6 +104,7 @@ def executor_settings(config: Config, device: torch.device | None = None, rank: 
         max_adapter_rank=config.model.max_adapter_rank,
         max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens or max_num_batched_tokens,
+        whole_prompt_tokens=config.engine.max_num_batched_tokens or WHOLE_PROMPTS[device.type],
         max_model_len=config.model.max_model_len,
         block_size=config.cache.block_size or BLOCK_SIZES[device.type],
         num_blocks=config.cache.num_blocks,

@@ -50,6 +50,7 @@ PROMPT_SHARE = 0.7  # of the data sheet's arithmetic that steps of prompts reach
 GRAPH_BYTES = 4 * (1 << 20)  # nodes of one captured step; its buffers are shared by all
 DEFAULT_CPU_LIMIT_BYTES = GIB  # a model on a CPU is bound by arithmetic long before it needs more
 DEFAULT_CUDA_SHARE = 0.92  # of all memory, weights and activations included
+SMALL_HIDDEN = 1024  # up to which hidden size steps of embedding models wait for their launches
 TYPICAL_TOKENS = 4096  # assumed length of a sequence, for dividing the memory among KV groups
 SNAPSHOTS_SHARE = 1 / 16  # of the device, for snapshots of states
 MOST_SNAPSHOTS = 4096  # more than there are prefixes in use, of models with small states
@@ -194,8 +195,9 @@ def with_whole_prompts(settings: ExecutorSettings, config: DecoderConfig) -> Exe
         raise ConfigError("cache.dtype", f"{why} reads no cache: set it to auto")
     if config.scores and settings.pooling not in ("auto", "cls"):
         raise ConfigError("model.pooling", "the model scores pairs by the first token's state: set it to auto")
-    longest = context_length(settings, config)
-    return replace(settings, max_num_batched_tokens=max(settings.max_num_batched_tokens, longest))
+    small = config.hidden_size <= SMALL_HIDDEN
+    tokens = settings.whole_prompt_tokens if small else settings.max_num_batched_tokens
+    return replace(settings, max_num_batched_tokens=max(tokens, context_length(settings, config)))
 
 
 def with_states(settings: ExecutorSettings, config: DecoderConfig, device_bytes: int) -> ExecutorSettings:
