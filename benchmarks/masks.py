@@ -70,7 +70,7 @@ def measure(spec: GrammarSpec, tokenizer: str, rows: int, num_threads: int, step
     compiler = GrammarCompiler(tokenizer, vocab_size=VOCABULARY, eos_token_ids=[VOCABULARY - 1], max_lexers=num_threads)
     draw = random.Random(0)
     matchers = [compiler.compile(spec) for _ in range(rows)]
-    threads = MaskThreads(num_threads)
+    threads = MaskThreads(time.thread_time, num_threads)
     words = VOCABULARY // 32
     masks = memoryview(bytearray(4 * words * rows))
     groups: dict[object, list[int]] = {}

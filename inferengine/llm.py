@@ -188,6 +188,7 @@ class LLM:
             self.capacity,
             options,
             clock=time.monotonic,
+            thread_clock=time.thread_time,
             proposer=build_proposer(self.config.speculation.method, self.capacity),
         )
         self._grammars = GrammarCompiler(

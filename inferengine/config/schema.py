@@ -102,7 +102,7 @@ class EngineConfig:
     max_num_seqs: int = _key(0, "most sequences in one step; 0: 64 on CPU, 512 on CUDA", minimum=0)
     max_num_batched_tokens: int = _key(
         0,
-        "token budget of one step; 0: 512 on CPU, 8192 on CUDA, there 32768 for small models whose tokens see later ones",
+        "token budget of one step; 0: 512 on CPU, 8192 on CUDA, 32768 there for small bidirectional encoders",
         minimum=0,
     )
     overlap: str = _key("auto", "schedule step n+1 while step n runs; auto: on CUDA", ("auto", "on", "off"))

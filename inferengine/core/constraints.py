@@ -17,7 +17,6 @@ compiler makes a lexer for each few outputs of a grammar.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -147,7 +146,7 @@ def num_mask_threads() -> int:
 class MaskThreads:
     """Runs the groups of one step at a time, in threads once they have taken WORTHWHILE_S."""
 
-    def __init__(self, num_threads: int | None = None, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(self, clock: Callable[[], float], num_threads: int | None = None) -> None:
         """`num_threads`: with the caller's; None: as many as the machine has use for. `clock`: the processor time of
         the thread that asks. Where other threads hold the interpreter's lock the groups take longer, and more threads
         make that worse."""

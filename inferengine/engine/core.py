@@ -41,11 +41,13 @@ class EngineCore:
         options: SchedulerOptions,
         *,
         clock: Callable[[], float],
+        thread_clock: Callable[[], float] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
         proposer: Proposer | None = None,
         roofline: Roofline | None = None,
     ) -> None:
-        """`on_failure` is called for each step that failed. `roofline`: None where the device is not described."""
+        """`thread_clock`: processor time of the thread that asks, None: `clock`'s. `on_failure` is called for each step
+        that failed. `roofline`: None where the device is not described."""
         self.executor = executor
         self.scheduler = Scheduler(capacity, options, proposer)
         self.num_failed_steps = 0
@@ -60,7 +62,7 @@ class EngineCore:
         self._on_failure = on_failure
         self._in_flight: deque[tuple[ScheduledStep, StepFuture]] = deque()
         self._unmasked: ScheduledStep | None = None  # under way, and waits for its masks
-        self._masks = MaskThreads()
+        self._masks = MaskThreads(thread_clock or clock)
         self._busy_since = 0.0  # when the device began with the oldest step under way, or could have
         self._was_idle = True  # there was nothing to compute since the last step ended
         self._deadlines: list[tuple[float, int]] = []

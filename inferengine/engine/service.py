@@ -201,6 +201,7 @@ class EngineService:
             capacity,
             scheduler_options(self.config, capacity),
             clock=self.lifecycle.clock,
+            thread_clock=time.thread_time,
             proposer=build_proposer(self.config.speculation.method, capacity),
             on_failure=lambda error: loop.observe_failure(error),
             roofline=_roofline_of(executor),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 
 from inferengine.core.constraints import MaskThreads
 
@@ -14,13 +15,13 @@ def clock(step_s: float) -> itertools.count[float]:
 
 
 def test_results_come_in_the_order_of_the_groups() -> None:
-    masks = MaskThreads(3, clock(1.0).__next__)
+    masks = MaskThreads(clock(1.0).__next__, 3)
     for count in (0, 1, 2, 3, 7, 64):
         assert masks.run(lambda group: group * 10, list(range(count))) == [group * 10 for group in range(count)]
 
 
 def test_groups_that_take_long_are_worked_on_at_the_same_time() -> None:
-    masks = MaskThreads(3, clock(1.0).__next__)
+    masks = MaskThreads(clock(1.0).__next__, 3)
     masks.run(str, [0])  # took a second
     together = threading.Barrier(3)
 
@@ -32,19 +33,19 @@ def test_groups_that_take_long_are_worked_on_at_the_same_time() -> None:
 
 
 def test_groups_that_take_microseconds_stay_in_the_callers_thread() -> None:
-    masks = MaskThreads(3, clock(1e-6).__next__)
+    masks = MaskThreads(clock(1e-6).__next__, 3)
     masks.run(str, [0])
     assert set(masks.run(lambda group: threading.get_ident(), list(range(8)))) == {threading.get_ident()}
 
 
 def test_waiting_for_the_interpreters_lock_is_no_reason_for_threads() -> None:
-    masks = MaskThreads(3)
+    masks = MaskThreads(time.thread_time, 3)
     masks.run(lambda _: threading.Event().wait(0.05), [0])
     assert set(masks.run(lambda group: threading.get_ident(), list(range(8)))) == {threading.get_ident()}
 
 
 def test_work_can_begin_beside_the_caller() -> None:
-    masks, go = MaskThreads(1, clock(1.0).__next__), threading.Event()
+    masks, go = MaskThreads(clock(1.0).__next__, 1), threading.Event()
     result = masks.begin(lambda: go.wait(60))
     go.set()
     assert result() is True

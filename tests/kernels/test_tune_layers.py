@@ -67,9 +67,9 @@ def only_rules() -> Iterator[None]:
 
 def settings(device: torch.device, tokens: int = 4) -> ExecutorSettings:
     return ExecutorSettings(
-        folder=Path(), device=device, dtype=None, random_weights=True, max_num_seqs=2, max_num_batched_tokens=tokens, whole_prompt_tokens=tokens,
-        max_model_len=64, block_size=16, num_blocks=8, memory_fraction=0.5, swap_bytes=0, chunked_prefill=True,
-        overlap=False, cuda_graphs=False, deterministic=False,
+        folder=Path(), device=device, dtype=None, random_weights=True, max_num_seqs=2, max_num_batched_tokens=tokens,
+        whole_prompt_tokens=tokens, max_model_len=64, block_size=16, num_blocks=8, memory_fraction=0.5, swap_bytes=0,
+        chunked_prefill=True, overlap=False, cuda_graphs=False, deterministic=False,
     )  # fmt: skip
 
 
