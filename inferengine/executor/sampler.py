@@ -31,7 +31,7 @@ from inferengine.kernels.ops import Ops
 from inferengine.kernels.reference.ops import BAD_WORDS, LOGPROBS, MASKED, NO_NUMBER, NO_TOKEN
 from inferengine.models.decoder import DecoderModel
 
-STATES_AT_ONCE = 1024  # the normed states of a long prompt may be larger than the free memory
+STATES_BYTES = 32 << 20  # of states in fp32 that are normed at once: those of a step may be larger than the free memory
 
 
 class PooledVectors(NamedTuple):
@@ -105,8 +105,7 @@ class Pooling:
             places = columns.query_start[1:][ending].astype(np.int64) - 1
             states.append(model.norm(hidden.index_select(0, self._upload(places))).float())
         means = [item for item in pooled if item.mean]
-        for item in means:
-            self._gather(model, hidden, columns, item)
+        self._gather(model, hidden, columns, means)
         if full := [item for item in means if item.ends]:
             rows = [item.row for item in full]
             counts = [1.0 if item.first else float(columns.row_len[item.row]) for item in full]
@@ -121,20 +120,32 @@ class Pooling:
             found = found.tanh_() if layer.activation else found
         return PooledStates(ending, functional.normalize(found, dim=-1) if self._is_normed else found)
 
-    def _gather(self, model: DecoderModel, hidden: torch.Tensor, columns: StepColumns, item: PooledRow) -> None:
-        """Add the states of a row's tokens, or of the prompt's first one, to its slot's sum, which starts at zero with
-        the prompt."""
-        sums = self._all_sums()[int(columns.row_slot[item.row])]
-        begin, end = int(columns.query_start[item.row]), int(columns.query_start[item.row + 1])
-        if columns.row_start[item.row] == 0:
-            sums.zero_()
-        elif item.first:
-            return
-        if item.first:
-            end = begin + 1
-        for first in range(begin, end, STATES_AT_ONCE):
-            normed = model.norm(hidden[first : min(first + STATES_AT_ONCE, end)])
-            sums += normed.sum(0, dtype=torch.float32)
+    def _gather(
+        self, model: DecoderModel, hidden: torch.Tensor, columns: StepColumns, items: SequenceOf[PooledRow]
+    ) -> None:
+        """Add the states of the rows' tokens, or of their prompts' first ones, to the slots' sums, which start at zero
+        with the prompt."""
+        for parts in _in_groups(_token_ranges(columns, items), max(1, STATES_BYTES // (4 * hidden.shape[1]))):
+            sums, slots = self._all_sums(), self._upload(np.array([part.slot for part in parts], dtype=np.int64))
+            lengths = [part.end - part.begin for part in parts]
+            begin, end = parts[0].begin, parts[-1].end
+            if end - begin == sum(lengths):  # rows lie in the order of the step: nothing is between them
+                states = hidden[begin:end]
+            else:
+                tokens = np.concatenate([np.arange(part.begin, part.end, dtype=np.int64) for part in parts])
+                states = hidden.index_select(0, self._upload(tokens))
+            new = self._sum_parts(model.norm(states).float(), lengths)
+            if not all(part.is_fresh for part in parts):
+                fresh = self._upload(np.array([part.is_fresh for part in parts])[:, None])
+                new += sums.index_select(0, slots).masked_fill_(fresh, 0.0)
+            sums.index_copy_(0, slots, new)
+
+    def _sum_parts(self, states: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """Return the sums [P, E] of so many states [T, E] each."""
+        if self._device.type == "cpu":  # where segment_reduce takes eight times as long
+            return torch.stack([part.sum(0) for part in states.split(lengths)])
+        counts = self._upload(np.array(lengths, dtype=np.int64))
+        return torch.segment_reduce(states, "sum", lengths=counts, unsafe=True)  # safe: checked, which waits
 
     def _all_sums(self) -> torch.Tensor:
         if self._sums is None:
@@ -144,6 +155,44 @@ class Pooling:
     def _upload(self, places: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(places)
         return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+class _TokenRange(NamedTuple):
+    """Tokens of a step whose states are added to a slot's sum. `is_fresh`: the sum starts with them."""
+
+    slot: int
+    begin: int
+    end: int
+    is_fresh: bool
+
+
+def _token_ranges(columns: StepColumns, items: SequenceOf[PooledRow]) -> list[_TokenRange]:
+    ranges: list[_TokenRange] = []
+    for item in items:
+        is_fresh = bool(columns.row_start[item.row] == 0)
+        begin, end = int(columns.query_start[item.row]), int(columns.query_start[item.row + 1])
+        if not item.first:
+            ranges.append(_TokenRange(int(columns.row_slot[item.row]), begin, end, is_fresh))
+        elif is_fresh:
+            ranges.append(_TokenRange(int(columns.row_slot[item.row]), begin, begin + 1, is_fresh))
+    return ranges
+
+
+def _in_groups(ranges: SequenceOf[_TokenRange], most: int) -> Iterator[list[_TokenRange]]:
+    """Yield the ranges in groups of at most so many tokens and one range of each slot. One that is longer by itself is
+    cut, at places that nothing else decides: a sum in other parts is rounded otherwise."""
+    group: list[_TokenRange] = []
+    room = most
+    for whole in ranges:
+        for begin in range(whole.begin, whole.end, most):
+            end = min(whole.end, begin + most)
+            if end - begin > room:
+                yield group
+                group, room = [], most
+            group.append(_TokenRange(whole.slot, begin, end, whole.is_fresh and begin == whole.begin))
+            room -= end - begin
+    if group:
+        yield group
 
 
 # -- draws -------------------------------------------------------------------------------------------------------------
