@@ -186,7 +186,7 @@ def prompt_plan(runner: StepRunner, num_tokens: int, num_rows: int = 1) -> StepP
 def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
     """Return one step of every class of shapes that is computed without a graph."""
     from inferengine.kernels.cuda.dispatch import (  # here: an engine on a CPU starts without triton
-        hopper_prefill_config,
+        hopper_prefill_tokens,
         measured_rows,
     )
     from inferengine.kernels.cuda.moe.configurations import token_classes
@@ -204,7 +204,7 @@ def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
         decode_rows=decode_rows,
         more_chunks=(
             *measured_rows(),
-            *(() if config.latent is not None else sorted({hopper_prefill_config(dim).min_tokens for dim in dims})),
+            *(() if config.latent is not None else set().union(*map(hopper_prefill_tokens, dims))),
             *(() if config.moe is None else token_classes(config.moe.num_experts, config.moe.num_chosen)),
         ),
     )

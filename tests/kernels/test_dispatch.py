@@ -20,6 +20,7 @@ from inferengine.kernels.cuda.dispatch import (
     decode_rule,
     hopper_prefill_config,
     hopper_prefill_is_faster,
+    hopper_prefill_tokens,
     prefill_config,
 )
 
@@ -64,7 +65,8 @@ def attention() -> dict[str, list[list[int | str]]]:
     for head_dim in (64, 128, 256):
         sizes = [str(list(prefill_config(head_dim, size))) for size in range(1, 129)]
         found[f"prefill, head_dim {head_dim}"] = runs(sizes)
-        found[f"Hopper's prefill, head_dim {head_dim}"] = runs([str(list(hopper_prefill_config(head_dim)))])
+        configs = [str(list(hopper_prefill_config(head_dim, tokens))) for tokens in range(1, 2 * LAST_ROW + 1)]
+        found[f"Hopper's prefill, head_dim {head_dim}"] = runs(configs)
         for rows in (1, 16, 64):  # a captured step has 16, most of them empty
             faster = [str(hopper_prefill_is_faster(tokens, rows, head_dim)) for tokens in range(1, 2 * LAST_ROW + 1)]
             found[f"Hopper's prefill is faster, head_dim {head_dim}, {rows} rows"] = runs(faster)
@@ -83,6 +85,20 @@ def test_products_take_the_recorded_kernels(operands: Operands, golden) -> None:
 
 def test_attention_takes_the_recorded_configurations(golden) -> None:
     assert attention() == golden["ATTENTION"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_steps_that_compile_prompt_attention_have_each_configuration(head_dim: int) -> None:
+    """A step of some number of tokens is compiled with both numbers around it."""
+    compiled = sorted(hopper_prefill_tokens(head_dim))
+    assert hopper_prefill_config(head_dim, 1).min_tokens in compiled
+    for tokens in range(1, 10_000):
+        after, before = (
+            min([each for each in compiled if each >= tokens], default=10_000),
+            max([each for each in compiled if each <= tokens], default=1),
+        )
+        config = hopper_prefill_config(head_dim, tokens)
+        assert config in (hopper_prefill_config(head_dim, before), hopper_prefill_config(head_dim, after))
 
 
 def test_decode_attention_counts_rows_times_kv_heads() -> None:

@@ -768,11 +768,12 @@ PREFILL_ATTENTION: tuple[tuple[Range, Range, PrefillConfig], ...] = (
     (ANY, ANY, PrefillConfig(64, 64, 4, 2)),
 )
 
-# (head dimensions, configuration)
-HOPPER_PREFILL_ATTENTION: tuple[tuple[Range, HopperPrefillConfig], ...] = (
-    (to(64), HopperPrefillConfig(128, 4, 3, 16)),
-    (to(128), HopperPrefillConfig(128, 2, 2, 16)),
-    (ANY, HopperPrefillConfig(64, 2, 2, 16)),
+# (head dimensions, tokens of the step, configuration)
+HOPPER_PREFILL_ATTENTION: tuple[tuple[Range, Range, HopperPrefillConfig], ...] = (
+    (to(64), to(2047), HopperPrefillConfig(128, 4, 2, 16)),
+    (to(64), ANY, HopperPrefillConfig(128, 4, 3, 16)),  # few tokens leave more of its larger tiles empty
+    (to(128), ANY, HopperPrefillConfig(128, 2, 2, 16)),
+    (ANY, ANY, HopperPrefillConfig(64, 2, 2, 16)),
 )
 
 HOPPER_ROWS = 16  # up to which rows may have few tokens each: as many as a captured step has, most of them empty
@@ -845,15 +846,27 @@ def prefill_config(head_dim: int, block_size: int) -> PrefillConfig:
     )
 
 
-@lru_cache(maxsize=64)
-def hopper_prefill_config(head_dim: int) -> HopperPrefillConfig:
-    """Return the configuration of prefill attention on Hopper."""
-    return next(config for dims, config in HOPPER_PREFILL_ATTENTION if dims.first <= head_dim <= dims.last)
+@lru_cache(maxsize=4096)
+def hopper_prefill_config(head_dim: int, num_tokens: int) -> HopperPrefillConfig:
+    """Return the configuration of prefill attention on Hopper, in steps of so many tokens."""
+    return next(
+        config
+        for dims, tokens, config in HOPPER_PREFILL_ATTENTION
+        if dims.first <= head_dim <= dims.last and tokens.first <= num_tokens <= tokens.last
+    )
+
+
+def hopper_prefill_tokens(head_dim: int) -> set[int]:
+    """Return numbers of tokens whose steps, with the largest one, together launch every variant of the kernel: those
+    beside a change of configuration, since the longer a step is, the fewer programs share a tile's keys."""
+    ends = [tokens.last for dims, tokens, _ in HOPPER_PREFILL_ATTENTION if dims.first <= head_dim <= dims.last]
+    beside = {number for last in ends if last < MANY for number in (last, last + 1)}
+    return beside | {hopper_prefill_config(head_dim, number).min_tokens for number in (1, *beside)}
 
 
 def hopper_prefill_is_faster(num_tokens: int, num_rows: int, head_dim: int) -> bool:
     """Return whether Hopper's kernel is to compute `num_tokens` queries of `num_rows` rows. Neither number says how
     long contexts are, and in a captured step both are upper bounds. Measured: where many rows are short and their
     contexts too, attention/prefill.py is up to 8 us faster; over long contexts it takes up to twice as long."""
-    tokens = hopper_prefill_config(head_dim).min_tokens
+    tokens = hopper_prefill_config(head_dim, num_tokens).min_tokens
     return num_tokens >= (tokens if num_rows <= HOPPER_ROWS else max(tokens, HOPPER_ROW_TOKENS * num_rows))

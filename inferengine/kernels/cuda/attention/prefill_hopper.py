@@ -668,7 +668,7 @@ def prefill_attention(
     sums of tiles whose keys several programs share; without it no program shares any."""
     num_heads, head_dim = q.shape[1], q.shape[2]
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
-    tuned = tuning or hopper_prefill_config(head_dim)
+    tuned = tuning or hopper_prefill_config(head_dim, num_tokens)
     num_rows = row_slot.shape[0] - first_row
     shape = PrefillShape(
         kv_heads=num_kv_heads,
