@@ -200,7 +200,8 @@ def _kernel_class_plans(runner: StepRunner) -> Iterator[StepPlan]:
         runner.slots.num_slots,
         len(runner.kv.groups),
         max_rows=max_rows,
-        max_tokens=min(runner.settings.max_num_batched_tokens, runner.slots.tokens.shape[1] - 1),
+        max_tokens=runner.settings.max_num_batched_tokens,
+        row_tokens=runner.slots.tokens.shape[1] - 1,
         decode_rows=decode_rows,
         more_chunks=(
             *measured_rows(),
@@ -229,14 +230,18 @@ def kernel_class_plans(
     *,
     max_rows: int,
     max_tokens: int,
+    row_tokens: int,
     decode_rows: Iterable[int],
     more_chunks: Iterable[int] = (),
 ) -> Iterator[StepPlan]:
-    """Yield one step of every class of shapes. `decode_rows`: a number of decode rows for each decode attention kernel;
-    `more_chunks`: further classes by the number of tokens, such as those where a measured choice changes."""
-    for chunk in sorted({*CHUNKS, *more_chunks, max_tokens}):
-        if 1 < chunk <= max_tokens:
-            yield scratch_plan(slot, num_groups, decodes=0, chunk=chunk)
+    """Yield one step of every class of shapes. `max_tokens` are a step's, `row_tokens` those that a row may have of it.
+    `decode_rows`: a number of decode rows for each decode attention kernel; `more_chunks`: further classes by the
+    number of tokens, such as those where a measured choice changes."""
+    for tokens in sorted({*CHUNKS, *more_chunks, max_tokens}):
+        rows = -(-tokens // row_tokens)
+        for chunk in sorted({tokens // rows, -(-tokens // rows)}):  # both sides, where the rows do not divide them
+            if 1 < chunk * rows <= max_tokens and rows <= max_rows:
+                yield scratch_plan(slot, num_groups, decodes=0, chunk=chunk, num_chunks=rows)
     for decodes in decode_rows:
         if decodes <= min(max_rows, max_tokens):
             yield scratch_plan(slot, num_groups, decodes=decodes, chunk=0)

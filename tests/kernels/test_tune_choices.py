@@ -371,9 +371,17 @@ def test_warm_up_meets_every_measured_kernel() -> None:
 
 
 def test_warm_up_runs_each_decode_kernel_with_and_without_prompts_beside_it() -> None:
-    plans = list(kernel_class_plans(8, 1, max_rows=8, max_tokens=64, decode_rows=[1, 8]))
+    plans = list(kernel_class_plans(8, 1, max_rows=8, max_tokens=64, row_tokens=64, decode_rows=[1, 8]))
     steps = [(plan.num_decodes, len(plan.slots) - plan.num_decodes) for plan in plans if plan.num_decodes]
     assert steps == [(1, 0), (1, 1), (8, 0)]
+
+
+def test_warm_up_has_steps_of_more_tokens_than_a_row_may_have() -> None:
+    options: dict[str, Any] = {"max_rows": 8, "decode_rows": [], "more_chunks": (89, 90)}
+    steps = [plan.counts for plan in kernel_class_plans(8, 1, max_tokens=100, row_tokens=30, **options)]
+    assert [counts for counts in steps if sum(counts) > 80] == [[27] * 3, [29] * 3, [30] * 3, [30] * 3, [25] * 4]
+    steps = [plan.counts for plan in kernel_class_plans(8, 1, max_tokens=100, row_tokens=10, **options)]
+    assert max(map(len, steps)) == 8, "no more rows than a step may have"
 
 
 def test_a_forced_choice_ends_with_its_block() -> None:
