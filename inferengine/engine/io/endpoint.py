@@ -48,7 +48,7 @@ class Endpoint:
         self.events = self.pub  # that KV events are published on
         self.zap: zmq.Socket[bytes] | None = None
         self._refused_keys: set[bytes] = set()
-        self._bound: list[str] = []
+        self._bound: dict[str, zmq.Socket[bytes]] = {}  # by address
         try:
             if own is not None:
                 self.zap = sockets.zap_handler(self.context)
@@ -98,7 +98,7 @@ class Endpoint:
         except zmq.ZMQError as error:
             reason = os.strerror(error.errno or 0)
             raise AddressTaken(f"{address} {purpose}cannot be bound ({reason}): choose another {key}") from None
-        self._bound.append(address)
+        self._bound[address] = socket
 
     def bind_again(self, schemes: Collection[str]) -> None:
         """End all connections of the ROUTER to its addresses of these schemes ("ipc", "tcp"). Raises AddressTaken."""
@@ -111,6 +111,26 @@ class Endpoint:
                         sockets.ask_no_curve(self.router)
                 sockets.unbind(self.router, address)
                 _bind_once_free(self.router, address)
+
+    def addresses_without_file(self) -> list[str]:
+        """Return the addresses of bound unix sockets whose file is gone."""
+        return [address for address in self._bound if _is_ipc(address) and not os.path.lexists(_path_of(address))]
+
+    def restore_file(self, address: str) -> None:
+        """Bind a unix socket whose file is gone once more, which leaves its connections alone. Makes its folder again,
+        but none above it. Raises OSError, ConfigError and AddressTaken."""
+        folder = Path(_path_of(address)).parent
+        if not folder.is_dir():
+            folder.mkdir(mode=0o750)
+        _check_address("wire.socket", address, protected=True)
+        socket = self._bound[address]
+        if self._own is not None:
+            sockets.ask_no_curve(socket)
+        try:
+            self._bind(socket, address, "wire.socket")
+        finally:
+            if self._own is not None and any(map(_is_tcp, self.addresses)):
+                sockets.require_curve(socket, self._own)
 
     def answer_zap(self) -> None:
         """Accept or refuse one connecting client by its CURVE key."""
@@ -140,16 +160,23 @@ class Endpoint:
         The files of unix sockets are removed first: once the sockets are closed, another engine may bind the same
         names, and its files must stay.
         """
-        for address in self._bound:
-            if address.startswith("ipc://"):
-                with contextlib.suppress(OSError):
-                    os.unlink(address.removeprefix("ipc://"))
+        for address in filter(_is_ipc, self._bound):
+            with contextlib.suppress(OSError):
+                os.unlink(_path_of(address))
         self.router.disable_monitor()  # before its other end is closed: libzmq would wait for that for ever
         self.context.destroy(linger=linger_ms)
 
 
 def _is_tcp(address: str) -> bool:
     return address.startswith("tcp://")
+
+
+def _is_ipc(address: str) -> bool:
+    return address.startswith("ipc://")
+
+
+def _path_of(address: str) -> str:
+    return address.removeprefix("ipc://")
 
 
 def _check_address(key: str, address: str, *, protected: bool) -> None:

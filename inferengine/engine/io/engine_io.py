@@ -36,6 +36,7 @@ from inferengine.engine.io.endpoint import Endpoint
 from inferengine.engine.io.intake import Intake
 from inferengine.engine.io.lost_connections import LostConnections
 from inferengine.engine.io.publisher import Publisher, SendResult, record_choice
+from inferengine.engine.io.socket_files import SocketFiles
 from inferengine.engine.kv_events import KVEventPublisher
 from inferengine.engine.lifecycle import Lifecycle, Shutdown
 from inferengine.engine.loop import EngineRef, Loop, LoopOutput
@@ -281,6 +282,7 @@ class EngineIO:
         self._thread = IOThread(endpoint, lifecycle, on_crash=shutdown.crash)
         call = self._thread.call
         self.lost_connections = LostConnections(endpoint)
+        self.socket_files = SocketFiles(endpoint)
         self._texts = TextService(card.files, call)
         self._grammars = GrammarService(card.files, call, config.limits)
         self._replay = GrammarReplay(call)
@@ -435,6 +437,7 @@ class EngineIO:
         self._adapters.tick()
         self._profiler.tick(now)
         self.lost_connections.tick(now, busy=self.publisher.num_open > 0)
+        self.socket_files.tick(now)
         if now >= self._status_due_s:
             self._status_due_s = now + self._status_interval_s
             self._thread.publish([self._status_topic, *messages.encode(Status(self._stats.status()))])
