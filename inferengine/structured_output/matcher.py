@@ -192,14 +192,16 @@ class TokenMatcher:
 
     def fill_bitmask(self, row: memoryview) -> None:
         """Write the mask of allowed tokens into `row`. The interpreter's lock is free meanwhile."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(row))
         begin = time.thread_time()
-        self._compute_mask(ctypes.addressof(ctypes.c_char.from_buffer(row)), len(row))
+        self._compute_mask(address, len(row))
+        seconds = time.thread_time() - begin  # nothing else in it: a garbage collection takes longer than the budget
         if self._is_error():
             self._check()
         if self._text_ends and not self._matcher.is_accepting():
             for token_id in self._text_ends:
                 row[token_id // 8] &= ~(1 << token_id % 8)  # little-endian words: byte by byte
-        self._budget.spend(time.thread_time() - begin, earned=True)
+        self._budget.spend(seconds, earned=True)
 
     def is_terminated(self) -> bool:
         """Return whether the output is complete."""
@@ -212,9 +214,10 @@ class TokenMatcher:
         """Return the tokens that must come next; empty where there is a choice."""
         begin = time.thread_time()
         tokens = list(self._forced())
+        seconds = time.thread_time() - begin
         if self._is_error():
             self._check()
-        self._budget.spend(time.thread_time() - begin, earned=False)
+        self._budget.spend(min(seconds, BURST_S / 2), earned=False)  # the list may have been what the collector ran for
         place = next((place for place, token_id in enumerate(tokens) if token_id in self._text_ends), None)
         return tokens[:place]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import time
 
 import pytest
 
@@ -100,6 +102,28 @@ def test_a_restored_matcher_may_spend_as_one_that_has_saved(vocabulary: Vocabula
         matcher._budget.spend(2 * BURST_S, earned=False)
     matcher.restore([])
     matcher._budget.spend(0.9 * BURST_S, earned=False)
+
+
+def test_garbage_that_is_collected_meanwhile_is_not_charged_to_the_grammar(vocabulary: Vocabulary) -> None:
+    matcher = vocabulary.compiler.compile(GrammarSpec("regex", "[c-x]+"))
+    row = memoryview(bytearray(4 * -(-vocabulary.size // 32)))
+    matcher.fill_bitmask(row)  # whatever is slow once
+
+    def collect_for_long(phase: str, _: dict[str, int]) -> None:
+        end_s = time.thread_time() + 2 * BURST_S
+        while phase == "start" and time.thread_time() < end_s:
+            pass
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(collect_for_long)
+    gc.set_threshold(1)  # at each object
+    try:
+        matcher.fill_bitmask(row)
+        matcher.forced()
+        matcher.fill_bitmask(row)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(collect_for_long)
 
 
 def test_a_grammar_that_was_used_for_long_begins_anew(vocabulary: Vocabulary) -> None:
