@@ -119,7 +119,7 @@ def test_garbage_that_is_collected_meanwhile_is_not_charged_to_the_grammar(vocab
     gc.set_threshold(1)  # at each object
     try:
         matcher.fill_bitmask(row)
-        matcher.forced()
+        assert matcher.forced() == []
         matcher.fill_bitmask(row)
     finally:
         gc.set_threshold(*threshold)
