@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SEED = 14
-BEGIN_WITHIN_S = 30  # the last round begins by then
+BEGIN_WITHIN_S = 20  # the last round begins by then
 
 
 @pytest.mark.timeout(400)
