@@ -74,7 +74,7 @@ class TokenRules:
         self._never = bits([word[0] for word in params.bad_words_ids if len(word) == 1])
         self._words = [(word[:-1], word[-1]) for word in params.bad_words_ids if len(word) > 1]
         self._min_tokens = params.min_tokens
-        self._stops = bits(stop_ids)
+        self._stops = bits(stop_ids) if params.min_tokens else 0
         self.fields = restricting_fields(params)
         self.num_before = max((len(before) for before, _ in self._words), default=0)  # tokens that `allowed` looks at
 

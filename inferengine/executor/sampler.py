@@ -145,7 +145,7 @@ class Pooling:
         if self._device.type == "cpu":  # where segment_reduce takes eight times as long
             return torch.stack([part.sum(0) for part in states.split(lengths)])
         counts = self._upload(np.array(lengths, dtype=np.int64))
-        return torch.segment_reduce(states, "sum", lengths=counts, unsafe=True)  # safe: checked, which waits
+        return torch.segment_reduce(states, "sum", lengths=counts, unsafe=True)  # to check them would wait for them
 
     def _all_sums(self) -> torch.Tensor:
         if self._sums is None:

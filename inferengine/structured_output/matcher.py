@@ -195,7 +195,7 @@ class TokenMatcher:
         address = ctypes.addressof(ctypes.c_char.from_buffer(row))
         begin = time.thread_time()
         self._compute_mask(address, len(row))
-        seconds = time.thread_time() - begin  # nothing else in it: a garbage collection takes longer than the budget
+        seconds = time.thread_time() - begin  # of nothing else: a garbage collection may exceed the budget
         if self._is_error():
             self._check()
         if self._text_ends and not self._matcher.is_accepting():
@@ -217,7 +217,7 @@ class TokenMatcher:
         seconds = time.thread_time() - begin
         if self._is_error():
             self._check()
-        self._budget.spend(min(seconds, BURST_S / 2), earned=False)  # the list may have been what the collector ran for
+        self._budget.spend(min(seconds, BURST_S / 2), earned=False)  # the collector may have run for the list
         place = next((place for place, token_id in enumerate(tokens) if token_id in self._text_ends), None)
         return tokens[:place]
 

@@ -17,15 +17,18 @@ from unittest.mock import patch
 
 import zmq
 
+from inferengine.client import Client
 from inferengine.config import Config
 from inferengine.core.executor import Capacity, Executor, StepPlan
 from inferengine.engine.loop import RelayLoop
 from inferengine.engine.model_info import ModelCard, pooling_of
 from inferengine.engine.service import EngineService
 from inferengine.observability.tracing import Tracing
+from inferengine.sampling_params import SamplingParams
 from inferengine.simulation.simulated_executor import SimulatedExecutor, make_capacity
 from inferengine.text import fingerprint
 from inferengine.wire import messages
+from inferengine.wire.curve import ClientKeys
 from inferengine.wire.messages import (
     Accept,
     Credit,
@@ -150,6 +153,33 @@ def check_idle(service: EngineService) -> None:
     wait_until(lambda: not core.has_work and not service.io.publisher.num_open)
     core.scheduler.check()
     assert core.scheduler.snapshot().num_blocks_held == 0
+
+
+def tokens_of(client: Client) -> int:
+    """Return how many tokens a request for four of them gives."""
+    stream = client.submit([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True)).streams[0]
+    return sum(len(delta.token_ids) for delta in stream)
+
+
+def assert_served(*addresses: str, curve: ClientKeys | None = None) -> None:
+    """Check that a new client, with these keys, is served at each of these addresses."""
+    for address in addresses:
+        client = Client(address, curve=curve)
+        try:
+            client.connect(60.0)
+            assert tokens_of(client) == 4
+        finally:
+            client.close()
+
+
+def assert_asks_for_keys(address: str) -> None:
+    """Check that a client without keys gets no answer."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(address)
+    stranger.send_multipart(messages.encode(Hello()))
+    assert not stranger.poll(500)
+    context.destroy(linger=0)
 
 
 class RawClient:

@@ -15,12 +15,19 @@ import zmq
 from inferengine.client import Client
 from inferengine.engine.io import lost_connections
 from inferengine.engine.io.lost_connections import LostConnections
-from inferengine.engine.service import EngineService
 from inferengine.sampling_params import SamplingParams
-from inferengine.wire import messages
 from inferengine.wire.curve import ClientKeys, new_pair, write_pair
-from inferengine.wire.messages import Hello, Ping
-from tests.engine.builders import RawClient, address_of, run_held, run_service, wait_until
+from inferengine.wire.messages import Ping
+from tests.engine.builders import (
+    RawClient,
+    address_of,
+    assert_asks_for_keys,
+    assert_served,
+    run_held,
+    run_service,
+    tokens_of,
+    wait_until,
+)
 from tests.ports import free_port
 
 PAIRS = 8
@@ -49,11 +56,6 @@ def leave_forgotten(address: str, pairs: int = PAIRS) -> None:
         raw.close()
 
 
-def tokens_of(client: Client) -> int:
-    stream = client.submit([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True)).streams[0]
-    return sum(len(delta.token_ids) for delta in stream)
-
-
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 def test_closed_connections_give_their_descriptors_back(scheme: str) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
@@ -67,17 +69,7 @@ def test_closed_connections_give_their_descriptors_back(scheme: str) -> None:
             assert tokens_of(client) == 4
         finally:
             client.close()
-        assert_served(engine, address)
-
-
-def assert_served(engine: EngineService, *addresses: str) -> None:
-    for address in (address_of(engine), *addresses):
-        client = Client(address)
-        try:
-            client.connect(60.0)
-            assert tokens_of(client) == 4
-        finally:
-            client.close()
+        assert_served(address_of(engine), address)
 
 
 def test_running_requests_go_on_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,16 +231,6 @@ def test_keys_are_asked_for_where_they_were(tmp_path: os.PathLike[str]) -> None:
     with run_service(wire={"tcp": address, "curve_secret_file": secret, "curve_clients_file": clients}) as engine:
         leave_forgotten(address_of(engine))
         wait_until(lambda: engine.io.lost_connections.num_renewals == 1)
-        assert_served(engine)
-        client = Client(address, curve=ClientKeys(friend, server.public))
-        try:
-            client.connect(60.0)
-            assert tokens_of(client) == 4
-        finally:
-            client.close()
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        stranger = context.socket(zmq.DEALER)
-        stranger.connect(address)
-        stranger.send_multipart(messages.encode(Hello()))
-        assert not stranger.poll(500)
-        context.destroy(linger=0)
+        assert_served(address_of(engine))
+        assert_served(address, curve=ClientKeys(friend, server.public))
+        assert_asks_for_keys(address)

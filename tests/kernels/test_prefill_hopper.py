@@ -27,8 +27,6 @@ SHAPES = [
     (4, 2, 256, 64, 200, 50.0, torch.bfloat16),
     (4, 1, 192, 64, None, None, torch.float16),
 ]
-# of the kernel where heads have 64 numbers; None: as the step's tokens say
-GROUPS = [pytest.param(None, id="chosen"), pytest.param(2, id="2 groups"), pytest.param(3, id="3 groups")]
 ROW_LENS, COUNTS = [30, 17, 50, 1000, 300, 5, 513, 128], [1, 1, 50, 400, 300, 5, 513, 128]
 
 
@@ -36,22 +34,26 @@ def on_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-def tuned(head_dim: int, groups: int | None) -> HopperPrefillConfig | None:
-    """Return the configuration with so many computing groups; a test of three groups needs heads of 64."""
-    if groups == 3 and head_dim > 64:
-        pytest.skip("three groups have registers for heads of 64")
-    return None if groups is None else hopper_prefill_config(head_dim, 1)._replace(num_groups=groups)
+def groups_of(head_dim: int) -> tuple[int, ...]:
+    """Return the numbers of computing groups of the kernel for such heads."""
+    return (2, 3) if head_dim == 64 else (2,)
+
+
+def tuned(head_dim: int, groups: int) -> HopperPrefillConfig:
+    return hopper_prefill_config(head_dim, 1)._replace(num_groups=groups)
 
 
 hopper = pytest.mark.skipif(not on_hopper(), reason="needs a CUDA device: Hopper")
 
 
 @hopper
-@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("spare", [0, 500], ids=["exact", "upper bound"])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window", "softcap", "dtype"), SHAPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "window", "softcap", "dtype", "groups"),
+    [(*shape, groups) for shape in SHAPES for groups in groups_of(shape[2])],
+)
 def test_rows_of_all_lengths_equal_the_definition(
-    heads, kv_heads, head_dim, block_size, window, softcap, dtype, spare, groups, device
+    heads, kv_heads, head_dim, block_size, window, softcap, dtype, groups, spare, device
 ):
     case = make_paged_case(ROW_LENS, COUNTS, kv_heads, head_dim, block_size, dtype, device)
     q = torch.randn(sum(COUNTS), heads, head_dim, device=device).to(dtype)
@@ -74,7 +76,7 @@ def test_rows_of_all_lengths_equal_the_definition(
 @hopper
 @pytest.mark.parametrize(("counts", "lengths"), [(COUNTS, ROW_LENS), ([40, 3], [6040, 9003])], ids=["whole", "shared"])
 @pytest.mark.parametrize("window", [None, 128])
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("groups", groups_of(64))
 def test_sinks_take_their_share(groups, window, counts, lengths, device):
     case = make_paged_case(lengths, counts, 8, 64, 64, torch.bfloat16, device)
     q = torch.randn(sum(counts), 64, 64, device=device, dtype=torch.bfloat16)
@@ -101,10 +103,12 @@ def test_more_tiles_than_programs_and_fewer_tokens_than_a_tile(device):
 
 
 @hopper
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (8, 2, 64), (7, 1, 128), (4, 2, 256)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "groups"),
+    [(32, 8, 128, 2), (8, 2, 64, 2), (8, 2, 64, 3), (7, 1, 128, 2), (4, 2, 256, 2)],
+)
 @pytest.mark.parametrize("counts", [[40, 3], [1, 200, 2], [33]])
-@pytest.mark.parametrize("groups", GROUPS)
-def test_few_queries_over_a_long_context_are_shared_by_programs(groups, heads, kv_heads, head_dim, counts, device):
+def test_few_queries_over_a_long_context_are_shared_by_programs(heads, kv_heads, head_dim, groups, counts, device):
     lengths = [9000 + 3 * count for count in counts]
     case = make_paged_case(lengths, counts, kv_heads, head_dim, 64, torch.bfloat16, device)
     q = torch.randn(sum(counts), heads, head_dim, device=device, dtype=torch.bfloat16)

@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 LONGEST_UNIX_PATH = 107  # bytes, sockaddr_un
 MAX_REFUSED_KEYS = 64  # refused keys that are logged, and remembered for that
 BIND_AGAIN_S = 2.0
+MOST_STALE = 16  # listeners of an address that nobody can reach any more
 
 
 class Endpoint:
@@ -49,6 +51,7 @@ class Endpoint:
         self.zap: zmq.Socket[bytes] | None = None
         self._refused_keys: set[bytes] = set()
         self._bound: dict[str, zmq.Socket[bytes]] = {}  # by address
+        self._num_stale: Counter[str] = Counter()  # listeners whose file was removed, by address
         try:
             if own is not None:
                 self.zap = sockets.zap_handler(self.context)
@@ -118,19 +121,24 @@ class Endpoint:
 
     def restore_file(self, address: str) -> None:
         """Bind a unix socket whose file is gone once more, which leaves its connections alone. Makes its folder again,
-        but none above it. Raises OSError, ConfigError and AddressTaken."""
+        but none above it. Raises OSError, ConfigError and AddressTaken.
+
+        The old listener keeps its descriptor. Where there are MOST_STALE of them the address is unbound first, which
+        ends them and all connections; clients connect again and resume.
+        """
         folder = Path(_path_of(address)).parent
         if not folder.is_dir():
             folder.mkdir(mode=0o750)
-        _check_address("wire.socket", address, protected=True)
+        if complaint := unsafe_folder(folder):
+            raise ConfigError("wire.socket", complaint)
         socket = self._bound[address]
+        if self._num_stale[address] == MOST_STALE:
+            sockets.unbind(socket, address)
+            self._num_stale[address] = 0
         if self._own is not None:
             sockets.ask_no_curve(socket)
-        try:
-            self._bind(socket, address, "wire.socket")
-        finally:
-            if self._own is not None and any(map(_is_tcp, self.addresses)):
-                sockets.require_curve(socket, self._own)
+        self._bind(socket, address, "wire.socket")
+        self._num_stale[address] += 1
 
     def answer_zap(self) -> None:
         """Accept or refuse one connecting client by its CURVE key."""

@@ -298,9 +298,7 @@ def _step(state, step, block, q, keys, values, barriers, part: gl.constexpr, que
           SHAPE: gl.constexpr, MASKED: gl.constexpr):  # fmt: skip
     """Scores of `block`. With two groups the weighted values of the block before it, with three its own."""
     if SHAPE.groups == 3:
-        state = _whole_step(
-            state, step, block, q, keys, values, barriers, query_position, numbers, SHAPE, MASKED
-        )  # fmt: skip
+        state = _whole_step(state, step, block, q, keys, values, barriers, query_position, numbers, SHAPE, MASKED)
     else:
         state = _overlapped_step(
             state, step, block, q, keys, values, barriers, part, query_position, numbers, SHAPE, MASKED
