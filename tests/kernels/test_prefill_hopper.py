@@ -75,18 +75,18 @@ def test_rows_of_all_lengths_equal_the_definition(
 
 @hopper
 @pytest.mark.parametrize(("counts", "lengths"), [(COUNTS, ROW_LENS), ([40, 3], [6040, 9003])], ids=["whole", "shared"])
-@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (128, None), (None, 20.0)])
 @pytest.mark.parametrize("groups", groups_of(64))
-def test_sinks_take_their_share(groups, window, counts, lengths, device):
+def test_sinks_take_their_share(groups, window, softcap, counts, lengths, device):
     case = make_paged_case(lengths, counts, 8, 64, 64, torch.bfloat16, device)
     q = torch.randn(sum(counts), 64, 64, device=device, dtype=torch.bfloat16)
     sinks = torch.linspace(-5, 6, 64, device=device)
     out = torch.empty(sum(counts), 64 * 64, device=device, dtype=torch.bfloat16)
     prefill_attention(
-        q, case.kv, case.row_slot, case.row_start, case.query_start, case.block_table, 0.1, window, None, first_row=0,
-        num_tokens=sum(counts), out=out, scratch=Scratch(device), sinks=sinks, tuning=tuned(64, groups),
+        q, case.kv, case.row_slot, case.row_start, case.query_start, case.block_table, 0.1, window, softcap,
+        first_row=0, num_tokens=sum(counts), out=out, scratch=Scratch(device), sinks=sinks, tuning=tuned(64, groups),
     )  # fmt: skip
-    assert relative_error(out, reference_attention(q, case, 0.1, window, None, sinks)) < tolerance(torch.bfloat16)
+    assert relative_error(out, reference_attention(q, case, 0.1, window, softcap, sinks)) < tolerance(torch.bfloat16)
 
 
 @hopper
@@ -135,8 +135,8 @@ from inferengine.kernels.cuda.attention.prefill_hopper import descriptors
 from inferengine.kernels.cuda.attention.prefill_hopper import PrefillShape
 
 shape = PrefillShape(
-    1, 2, 64, 64, block_tokens=64, stages=2, groups=int(sys.argv[1]), window=False, softcap=False, sinks=True,
-    most_splits=2,
+    1, 2, 64, 64, block_tokens=64, stages=2, groups=int(sys.argv[1]), window=False, softcap=sys.argv[2] == "softcap",
+    sinks=True, most_splits=2,
 )
 q, kv = torch.zeros(64, 2, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 1, 64, 64, dtype=torch.bfloat16)
 i32, f32 = torch.zeros(4, dtype=torch.int32), torch.zeros(4)
@@ -148,7 +148,7 @@ print("wgmma" in kernel.asm["ptx"], "cp.async.bulk.tensor" in kernel.asm["ptx"],
 """
 
 
-@pytest.mark.parametrize("groups", [2, 3])
-def test_the_kernel_compiles_for_hopper_without_a_card(groups, compile_program):
-    done = compile_program(COMPILE, str(groups))
+@pytest.mark.parametrize(("groups", "scores"), [(2, "softcap"), (3, "plain")])
+def test_the_kernel_compiles_for_hopper_without_a_card(groups, scores, compile_program):
+    done = compile_program(COMPILE, str(groups), scores)
     assert done.stdout.split() == ["True", "True", "True"], done.stderr[-2000:]

@@ -271,14 +271,24 @@ def load_all(q, kv, table, rows, slots, barriers, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def _sigmoid_log2(x):
+    """1 / (1 + 2 ** -x) by the approximate reciprocal (1 unit in the last place): a division takes five instructions
+    more. Where the power overflows to inf, it is 0."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + gl.exp2(-x)], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _softmax(score, peak, total, block, query_position, numbers, SHAPE: gl.constexpr, MASKED: gl.constexpr):
-    """Scores [64, block_tokens] -> weights relative to the running maximum `peak` (in log2), whose sum is `total`."""
+    """Scores [64, block_tokens] -> weights relative to the running maximum `peak` (in log2), whose sum is `total`. With
+    a softcap `peak` is too large by softcap * LOG2E: what all scores have in common does not change their weights."""
     LOG2E: gl.constexpr = 1.4426950408889634
     scale, softcap, window = numbers
     to_log2 = scale * LOG2E
-    if SHAPE.softcap:  # tanh by exp2, whose overflow to inf still gives 1
-        score = softcap * (1.0 - 2.0 / (gl.exp2(score * (2.0 * to_log2 / softcap)) + 1.0))
-        to_log2 = LOG2E
+    if SHAPE.softcap:  # softcap * tanh(x / softcap) is 2 * softcap * sigmoid(2 * x / softcap) less softcap
+        score = _sigmoid_log2(score * (2.0 * to_log2 / softcap))
+        to_log2 = 2.0 * softcap * LOG2E
     if MASKED:
         key = block * SHAPE.block_tokens + gl.arange(0, SHAPE.block_tokens, gl.SliceLayout(0, score.type.layout))
         visible = key[None, :] <= query_position[:, None]
@@ -509,6 +519,8 @@ def _compute(part: gl.constexpr, rows, shared, barriers, numbers, v_scale, outpu
                 )
         shrink = v_scale
         if SHAPE.sinks:
+            if SHAPE.softcap:
+                row_peak -= numbers[1] * LOG2E
             line = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SUMS)) % GROUP
             sink = gl.load(sinks_ptr + kv_head * SHAPE.group + line, mask=line < SHAPE.group, other=0.0) * LOG2E
             new_peak = gl.maximum(row_peak, sink)
