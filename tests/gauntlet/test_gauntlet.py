@@ -21,7 +21,7 @@ def test_random_requests_get_what_each_gets_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.gauntlet", "--seed", str(SEED), "--seconds", str(BEGIN_WITHIN_S)]
     command += [
         "--rate",
-        "10",
+        "6",
         "--span",
         "3",
         "--found",
