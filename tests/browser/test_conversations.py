@@ -310,6 +310,23 @@ def test_each_conversation_keeps_its_unsent_text(open_page):
     assert page.input_value("#composer-input") == "for a new chat"
 
 
+def test_text_that_is_typed_before_the_page_is_ready_is_kept(open_page):
+    page = open_page()
+    page.fill("#composer-input", "a draft")
+    tab = page.context.new_page()
+    held = []
+    tab.route("**/chat.js", lambda route: held.append(route))
+    tab.goto(page.url, wait_until="commit")
+    tab.fill("#composer-input", "typed early")
+    assert tab.is_disabled("#send")  # the browser itself would send the form, and load another page
+    while not held:
+        tab.wait_for_timeout(10)
+    held[0].continue_()
+    tab.wait_for_selector(READY)
+    assert tab.input_value("#composer-input") == "a draft\ntyped early"
+    assert tab.is_enabled("#send")
+
+
 def test_conversations_are_renamed_and_pinned(open_page):
     page = open_page()
     for text in ("one", "two"):

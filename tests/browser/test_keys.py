@@ -33,6 +33,7 @@ def test_a_page_under_an_allowed_name_works_without_tls(chromium, engine):
         page = chromium.new_page()
         page.set_default_timeout(30_000)
         page.goto(f"http://chat.example:{server.port}")
+        page.wait_for_selector("#engine-dot[data-state=READY]")
         assert not page.evaluate("isSecureContext || navigator.clipboard || navigator.storage")
         page.fill("#composer-input", "hello there")
         page.keyboard.press("Enter")

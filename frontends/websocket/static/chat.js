@@ -476,4 +476,10 @@ engine.addEventListener("status", () => engineStatus.show());
 engine.addEventListener("problem", ({ detail }) => engineStatus.showProblem(`${sentence(detail.message)} ${detail.remedy}`.trim()));
 
 engineStatus.show();
-open(store.find(location.hash.slice(1)));
+const early = $("composer-input").value.trim(); // typed while the storage was being opened
+const first = store.find(location.hash.slice(1));
+if (early) {
+  const draft = drafts.get(first?.id ?? "").trim();
+  drafts.set(first?.id ?? "", !draft || draft === early ? early : `${draft}\n${early}`); // a browser restores what it held
+}
+open(first);
