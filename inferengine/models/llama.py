@@ -19,7 +19,7 @@ from inferengine.layers.latent import LatentAttention
 from inferengine.layers.layer_inputs import LayerInputGate, LayerInputs
 from inferengine.layers.linear import MLP, GatedMLP, Linear
 from inferengine.layers.moe import MoeBesideDense, MoeMLP
-from inferengine.layers.norm import Norm, make_norm
+from inferengine.layers.norm import Norm, RMSNorm, make_norm
 from inferengine.models.decoder import DecoderModel, Target, WeightMap, attention_targets, gated_mlp_targets
 from inferengine.models.hf_config import ConfigReader, read_rope
 
@@ -125,11 +125,16 @@ class LlamaLayer(nn.Module):
         self.output_scale = nn.Parameter(torch.empty(1), requires_grad=False) if config.layer_scales else None
         self.is_plain, self.is_parallel, self.scale = config.is_plain, bool(config.parallel), config.residual_scale
         self.following: tuple[Norm | None] = (None,)  # the next layer's first norm; in a tuple: not a submodule
+        self.ops, self.reads_norms = ops, False
 
     def finish(self) -> None:
         """Make plain attributes of submodules, of which each step looks up ten a layer: torch's way takes 1 us."""
         for module in self.modules():
             vars(module).update(module.named_children())
+        # Products in low precision norm and encode their inputs at once.
+        self.reads_norms = self.attention.qkv.ops is self.ops and (
+            isinstance(self.mlp, GatedMLP) and self.mlp.gate_up.ops is self.ops
+        )
 
     def forward(
         self,
@@ -157,28 +162,36 @@ class LlamaLayer(nn.Module):
             mixed = attention.mix(attention.qkv.of_norm(x, None, normed), batch)
             assert not isinstance(mlp, MoeMLP)  # no family has such a layer
             hidden = mlp.hidden(x, self.mlp_norm, normed if self.mlp_norm is None else None)
-            x = self._add(x, attention.out, mixed, self.attention_out_norm)
-            return self._add(x, mlp.down, hidden, self.mlp_out_norm), None
-        mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm), batch)
-        x = self._add(x, attention.out, mixed, self.attention_out_norm)
+            x, _ = self._add(x, attention.out, mixed, self.attention_out_norm, None)
+            return self._add(x, mlp.down, hidden, self.mlp_out_norm, None)
+        mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm, normed), batch)
+        x, normed = self._add(x, attention.out, mixed, self.attention_out_norm, self.mlp_norm)
         if isinstance(mlp, MoeMLP):
-            return mlp.add_to(x, _input_of(x, self.mlp_norm, None), self.scale), None
-        hidden = mlp.hidden(x, self.mlp_norm)
+            return mlp.add_to(x, _input_of(x, self.mlp_norm, normed), self.scale), None
+        hidden = mlp.hidden(x, self.mlp_norm, normed)
         if self.beside is None:
-            x = self._add(x, mlp.down, hidden, self.mlp_out_norm)
+            x, normed = self._add(x, mlp.down, hidden, self.mlp_out_norm, self.following[0])
         else:
             assert self.mlp_out_norm is not None  # of every model with such layers
-            x = x.add_(self.mlp_out_norm(self.beside(x, mlp.down(hidden))))
+            x, normed = x.add_(self.mlp_out_norm(self.beside(x, mlp.down(hidden)))), None
         if self.gate is not None and own is not None:
             x = self.gate.add_to(x, own)
-        return x if self.output_scale is None else x.mul_(self.output_scale), None
+        return x if self.output_scale is None else x.mul_(self.output_scale), normed
 
-    def _add(self, x: torch.Tensor, linear: Linear, inputs: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        """Add scale * norm(linear(inputs)) to x, in place."""
+    def _add(
+        self, x: torch.Tensor, linear: Linear, inputs: torch.Tensor, norm: Norm | None, following: Norm | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add scale * norm(linear(inputs)) to x, in place. Return it, and its norm by `following` where that is
+        computed on the way."""
         if norm is None and self.scale == 1.0:
-            return linear.add_to(x, inputs)
+            return linear.add_to(x, inputs), None
         out = linear(inputs)
-        return x.add_(out if norm is None else norm(out), alpha=self.scale)
+        if not isinstance(norm, RMSNorm) or self.scale != 1.0:
+            return x.add_(out if norm is None else norm(out), alpha=self.scale), None
+        after = None
+        if self.reads_norms and isinstance(following, RMSNorm):
+            after = following.gain, following.eps
+        return x, self.ops.rms_norm_add(out, norm.gain, norm.eps, x, after)
 
 
 def _input_of(x: torch.Tensor, norm: Norm | None, normed: Any) -> torch.Tensor:
@@ -206,7 +219,8 @@ class Llama(DecoderModel):
         if config.layer_inputs is not None:
             self.inputs = LayerInputs(ops, config.layer_inputs, config.hidden_size, config.num_layers, config.norm_eps)
         layers = [LlamaLayer(ops, config, layer) for layer in range(config.num_layers)]
-        if config.is_plain:
+        # Behind a layer's last sum nothing may change the stream.
+        if config.is_plain or (config.post_norms and config.layer_inputs is None and not config.layer_scales):
             for layer, after in pairwise(layers):
                 layer.following = (after.attention_norm,)
         self.layers = nn.ModuleList(layers)

@@ -3,7 +3,7 @@ import torch
 
 from inferengine.kernels.batch import NewKeys
 from inferengine.kernels.cuda.activation import gelu_tanh_and_mul, silu_and_mul
-from inferengine.kernels.cuda.norm import add_rms_norm, rms_norm
+from inferengine.kernels.cuda.norm import add_rms_norm, rms_norm, rms_norm_add
 from inferengine.kernels.cuda.rope_kv_write import qkv_rope_write
 from tests.kernels.builders import reference_norm, reference_rope, relative_error, tolerance
 
@@ -28,6 +28,27 @@ def test_add_rms_norm_adds_in_place(dtype, device):
     assert returned.data_ptr() == residual.data_ptr()
     assert relative_error(residual, expected_sum.double()) < tolerance(dtype)
     assert relative_error(normed, reference_norm(expected_sum, weight, 1e-5)) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("width", [64, 1000])
+def test_a_norm_that_is_added_gives_the_numbers_of_its_parts(width, dtype, follows, device):
+    x = torch.randn(5, 2 * width, device=device).to(dtype)[:, width:]
+    weight, next_weight = torch.randn(2, width, device=device).to(dtype)
+    residual = torch.randn(5, width, device=device).to(dtype)
+    expected = residual + rms_norm(x.contiguous(), weight, 1e-5)
+    normed = rms_norm_add(x, weight, 1e-5, residual, (next_weight, 1e-3) if follows else None)
+    assert torch.equal(residual, expected)
+    assert (normed is not None) == follows
+    if normed is not None:
+        assert torch.equal(normed, rms_norm(expected, next_weight, 1e-3))
+
+
+def test_a_norm_that_is_added_of_no_tokens(device):
+    x, residual = torch.empty(2, 0, 64, device=device).unbind()
+    weight = torch.ones(64, device=device)
+    assert rms_norm_add(x, weight, 1e-5, residual) is None
 
 
 def test_norm_of_a_strided_view(device):

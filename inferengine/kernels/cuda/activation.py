@@ -53,7 +53,8 @@ def gate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == 0:
         return x / (1.0 + tl.exp(-x))
     else:
-        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+        # (1 + tanh(y)) / 2 is 1 / (1 + exp(-2 * y)); y is sqrt(2 / pi) * (x + 0.044715 * x ** 3).
+        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""RMSNorm, and residual add + RMSNorm in one pass over the row. One program per token, statistics in float32."""
+"""RMSNorm, and residual add + RMSNorm, in either order, in one pass over the row. One program per token, statistics in
+float32."""
 
 from __future__ import annotations
 
@@ -26,6 +27,42 @@ def add_rms_norm(
     out = torch.empty_like(x) if out is None else out
     _launch(x, residual, weight, eps, out)
     return out, residual
+
+
+def rms_norm_add(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor,
+    following: tuple[torch.Tensor, float] | None = None,
+) -> torch.Tensor | None:
+    """residual += norm of x in place, both [T, E]. Returns the norm of the sum by the weight and eps of the norm that
+    follows; None where none does.
+
+    The norm of x is rounded before it is added, as `rms_norm` stores it, and the sum before it is normed.
+    """
+    num_tokens, width = x.shape
+    out = None if following is None else torch.empty_like(x)
+    next_weight, next_eps = following or (weight, 0.0)
+    if num_tokens:
+        block = triton.next_power_of_2(width)
+        _rms_norm_add_kernel[(num_tokens,)](
+            x,
+            weight,
+            residual,
+            next_weight,
+            residual if out is None else out,
+            x.stride(0),
+            residual.stride(0),
+            eps,
+            next_eps,
+            WIDTH=width,
+            BLOCK=block,
+            FOLLOWING=following is not None,
+            num_warps=min(16, max(1, block // 512)),
+            **launch_options(supports_pdl(x.device)),
+        )
+    return out
 
 
 def add_parts_rms_norm(
@@ -129,6 +166,41 @@ def _rms_norm_kernel(
         x = store_sum(x + tl.load(residual_row, mask=mask, other=0.0).to(tl.float32), residual_row, mask)
     result = normed(x, weight, eps, WIDTH)
     tl.store(out_ptr + token * out_stride + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_add_kernel(
+    x_ptr,
+    weight_ptr,
+    residual_ptr,
+    next_weight_ptr,
+    out_ptr,
+    x_stride,
+    residual_stride,
+    eps,
+    next_eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FOLLOWING: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Norm x [T, WIDTH], add it to the residual in place, and with FOLLOWING norm the sum -> out. Grid: (T,). A program
+    computes one token's row."""
+    allow_next(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    next_weight = tl.load(next_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + token * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    residual_row = residual_ptr + token * residual_stride + columns
+    residual = tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
+    rounded = normed(x, weight, eps, WIDTH).to(residual_ptr.dtype.element_ty).to(tl.float32)
+    total = store_sum(residual + rounded, residual_row, mask)
+    if FOLLOWING:
+        result = normed(total, next_weight, next_eps, WIDTH)
+        tl.store(out_ptr + token * WIDTH + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

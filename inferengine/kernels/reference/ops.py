@@ -66,6 +66,19 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps), residual
 
 
+def rms_norm_add(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor,
+    following: tuple[torch.Tensor, float] | None = None,
+) -> torch.Tensor | None:
+    """Add the norm of x to residual in place, both [T, E]; return the norm of the sum by the weight and eps of the norm
+    that follows, or None where none does."""
+    residual.add_(rms_norm(x, weight, eps))
+    return None if following is None else rms_norm(residual, *following)
+
+
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """Return LayerNorm of x [T, E]."""
     return functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
