@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "qwen3": ({"num_hidden_layers": 8}, [0, 1, 7]),
     "qwen2-mixed-window": ({"num_hidden_layers": 8, "max_window_layers": 3}, [0, 1, 3, 4, 7]),
     "mistral-window": ({"num_hidden_layers": 8}, [0, 1, 7]),
-    "gemma3": ({"num_hidden_layers": 10, "layer_types": [S, S, F] * 3 + [S]}, [0, 1, 2, 3]),
+    "gemma3": ({"num_hidden_layers": 10, "layer_types": [S, S, F] * 3 + [S]}, [0, 1, 2, 3, 8, 9]),
     "gemma4": (GEMMA4, [0, 1, 2, 3, 5, 6, 7, 8, 9]),  # layers 6 to 9 read the keys of layers before them
     "gpt2": ({"n_layer": 6}, [0, 1]),
 }
