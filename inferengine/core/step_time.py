@@ -12,7 +12,8 @@ less. To that, ranks that share a model add the time in which their sums pass th
 sum waits for the product before it, and the product after it for the sum. Launches, norms, sampling and the time of the
 host do not count. A prefix that several rows share is counted for each of them, and a draft model is not counted. The
 time taken is from when the device could begin (the launch, or the result before) until the result is there. The peaks
-are those of the device's data sheet, or measured: see executor/tools/device_peaks.py.
+are those of the device's data sheet, or measured: see executor/tools/device_peaks.py. Beside other programs they are
+measured too low; steps that take less than the least time raise them.
 
 StepTimes learns from finished steps how long a step should take. A step has a size (`work`: its least time, where a
 roofline tells, else a count of tokens) and features: what costs time beside the model's own products. A finished step
@@ -38,6 +39,7 @@ from inferengine.sampling_params import SamplingParams
 
 PHASES = ("decode", "prefill", "mixed")
 MEMORY_S = 10.0  # the share of a phase is over about so much time of its latest steps
+RAISE_S = 1.0  # of steps, over which a share above 1 says that the peaks were measured too low
 SMOOTHING = 0.3  # weight of a new step
 OUTLIER = 3.0  # clip steps at so many times the expected time: what is longer has other causes
 MAX_REFERENCES = 128
@@ -90,6 +92,7 @@ class DevicePeaks(NamedTuple):
     operations_per_s: float
     source: str
     sent_bytes_per_s: float = 0.0  # to other devices; 0: unknown, and what is sent does not count
+    is_measured: bool = False  # by this process, beside whatever else ran
 
 
 class Roofline:
@@ -112,10 +115,23 @@ class Roofline:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Add a finished step and the seconds it took."""
         work = self.work_of(plan)
-        self._phases[phase_of(plan)].add(self._seconds_of(work, plan), seconds)
+        phase = self._phases[phase_of(plan)]
+        phase.add(self._seconds_of(work, plan), seconds)
+        if self.peaks.is_measured and phase.share > 1.0 and phase.late_taken_s >= RAISE_S:
+            self._raise_peak(work, phase)
         self._read_bytes += work.read_bytes
         self._operations += work.operations
         self._tokens += plan.num_tokens
+
+    def _raise_peak(self, work: StepWork, phase: _Phase) -> None:
+        """Take for the peak that bounds such a step what the phase's latest steps have reached."""
+        peaks, factor = self.peaks, phase.share
+        if work.read_bytes * self._byte_s > work.operations * self._operation_s:
+            self.peaks = peaks._replace(bytes_per_s=peaks.bytes_per_s * factor)
+        else:
+            self.peaks = peaks._replace(operations_per_s=peaks.operations_per_s * factor)
+        self._byte_s, self._operation_s = 1.0 / self.peaks.bytes_per_s, 1.0 / self.peaks.operations_per_s
+        phase.scale_late(1.0 / factor)
 
     def least_s(self, plan: StepPlan) -> float:
         """Return the seconds that no execution of this step can stay below. O(rows)."""
@@ -184,19 +200,22 @@ class _Phase:
     def __init__(self) -> None:
         self.steps = 0
         self.least_s = self.taken_s = 0.0
-        self._late_least_s = self._late_taken_s = 0.0
+        self._late_least_s = self.late_taken_s = 0.0
 
     def add(self, least_s: float, taken_s: float) -> None:
         keep = exp(-taken_s / MEMORY_S)
         self._late_least_s = keep * self._late_least_s + least_s
-        self._late_taken_s = keep * self._late_taken_s + taken_s
+        self.late_taken_s = keep * self.late_taken_s + taken_s
         self.least_s += least_s
         self.taken_s += taken_s
         self.steps += 1
 
     @property
     def share(self) -> float:
-        return self._late_least_s / self._late_taken_s if self._late_taken_s > 0 else 0.0
+        return self._late_least_s / self.late_taken_s if self.late_taken_s > 0 else 0.0
+
+    def scale_late(self, factor: float) -> None:
+        self._late_least_s *= factor
 
 
 def phase_of(plan: StepPlan) -> str:

@@ -101,6 +101,37 @@ def test_what_ranks_send_each_other_comes_on_top() -> None:
     assert Roofline(shared.work, ONE_BYTE_A_SECOND).least_s(plan) == alone.least_s(plan), "the link is not known"
 
 
+DECODE, PROMPT = make_plan([9]), make_plan([], [(0, 64)])  # 1,120 bytes; 138,600 operations
+
+
+def test_peaks_that_were_measured_too_low_are_raised_by_steps_that_take_less_time() -> None:
+    roofline = Roofline(make_work(), DevicePeaks(1000.0, 1e5, "test", is_measured=True))
+    for _ in range(3):  # at 2,240 bytes and 277,200 operations a second
+        roofline.observe(DECODE, 0.5)
+        roofline.observe(PROMPT, 0.5)
+    assert roofline.peaks.bytes_per_s == pytest.approx(2240, rel=0.01)
+    assert roofline.peaks.operations_per_s == pytest.approx(277_200, rel=0.01)
+    assert roofline.shares() == {"decode": pytest.approx(1.0, abs=0.01), "prefill": pytest.approx(1.0, abs=0.01)}
+    roofline.observe(DECODE, 5.0)
+    assert roofline.peaks.bytes_per_s == pytest.approx(2240, rel=0.01), "slow steps lower nothing"
+
+
+@pytest.mark.parametrize(
+    ("is_measured", "seconds"),
+    [
+        pytest.param(False, 0.5, id="a data sheet"),
+        pytest.param(True, 0.05, id="a moment"),
+        pytest.param(True, 2.0, id="slow"),
+    ],
+)
+def test_other_peaks_stay(is_measured: bool, seconds: float) -> None:
+    peaks = DevicePeaks(1000.0, 1e30, "test", is_measured=is_measured)
+    roofline = Roofline(make_work(), peaks)
+    for _ in range(10):
+        roofline.observe(DECODE, seconds)
+    assert roofline.peaks == peaks
+
+
 @pytest.mark.parametrize("window", [None, 1, 4, 7, 100])
 def test_pairs_and_keys_are_those_inside_the_window(window: int | None) -> None:
     generator = random.Random(0)

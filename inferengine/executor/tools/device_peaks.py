@@ -104,6 +104,7 @@ def device_peaks(
             bytes_per_s=gb_per_s * 1e9 or peaks.bytes_per_s,
             operations_per_s=tflops * 1e12 or peaks.operations_per_s,
             source=f"configuration, {peaks.source}",
+            is_measured=False,  # a part of them is right, and steps do not tell which
         )
     return peaks, faster
 
@@ -111,7 +112,7 @@ def device_peaks(
 @torch.inference_mode()
 def measure(device: torch.device, dtype: torch.dtype, weight_bytes: int) -> DevicePeaks:
     """Measure the best of a few reads and products, on the calling thread's number of torch threads: some 30 ms on a
-    CPU. On a CPU that others use the peaks come out too low. Raises torch.OutOfMemoryError."""
+    CPU. On a CPU that others use the peaks come out too low, until steps show it. Raises torch.OutOfMemoryError."""
     least, most = READ_BYTES[device.type]
     size = min(most, max(least, weight_bytes))
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -121,7 +122,8 @@ def measure(device: torch.device, dtype: torch.dtype, weight_bytes: int) -> Devi
     read_s = _best_s(lambda: torch.mv(matrix, vector), wait)
     square = torch.zeros(SIDE[device.type], SIDE[device.type], dtype=number, device=device)
     product_s = _best_s(lambda: torch.mm(square, square), wait)
-    return DevicePeaks(matrix.nbytes / read_s, 2.0 * SIDE[device.type] ** 3 / product_s, "measured at start")
+    operations_per_s = 2.0 * SIDE[device.type] ** 3 / product_s
+    return DevicePeaks(matrix.nbytes / read_s, operations_per_s, "measured at start", is_measured=True)
 
 
 def _best_s(work: Callable[[], object], wait: Callable[[], None]) -> float:
