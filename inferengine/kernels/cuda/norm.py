@@ -191,7 +191,8 @@ def _rms_norm_add_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    next_weight = tl.load(next_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if FOLLOWING:
+        next_weight = tl.load(next_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     x = tl.load(x_ptr + token * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     residual_row = residual_ptr + token * residual_stride + columns

@@ -158,7 +158,7 @@ def test_killed_front_end_leaves_the_engine_serving() -> None:
             doomed.popen.kill()
             answer = other.http.post("/v1/completions", json={"prompt": "fox", "max_tokens": 5, "ignore_eos": True})
             assert answer.json()["usage"]["completion_tokens"] == 5
-            # Without an answer of the engine, whose heartbeat is short here, its last status is shown, which has no cache.
+            # Without an answer of the engine, whose heartbeat is short here, its last status is shown, without a cache.
             wait_until(lambda: other.http.get("/stats").json().get("cache", {}).get("used_pages") == 0)
         check_idle(engine)
 
