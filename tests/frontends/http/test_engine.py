@@ -321,14 +321,19 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 
 class FailingExecutor(SimulatedExecutor):
-    """Fails the rows whose prompt has this many tokens."""
+    """Fails every step with a row of this prompt, however few of its tokens the step has room for."""
 
-    BAD_LENGTH = 13
+    BAD = [5] * 13
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._bad_slots: set[int] = set()
 
     def execute(self, plan: StepPlan) -> Any:
-        rows = [row for row, (start, count) in enumerate(zip(plan.starts, plan.counts, strict=True))
-                if start == 0 and count == self.BAD_LENGTH]  # fmt: skip
-        if rows:
+        for admitted in plan.admitted:
+            is_bad = list(admitted.token_ids) == self.BAD
+            (self._bad_slots.add if is_bad else self._bad_slots.discard)(admitted.slot)
+        if rows := [row for row, slot in enumerate(plan.slots) if slot in self._bad_slots]:
             raise StepFailed("a test", rows)
         return super().execute(plan)
 
@@ -337,7 +342,7 @@ def test_an_exception_in_a_step_fails_the_culprit_alone() -> None:
     with serve(build=lambda: FailingExecutor(small_capacity(), step_s=0.005)) as served:
         with ThreadPoolExecutor(5) as pool:
             good = [pool.submit(served.complete, max_tokens=40, ignore_eos=True) for _ in range(4)]
-            bad = served.http.post("/v1/completions", json={"prompt": [5] * FailingExecutor.BAD_LENGTH})
+            bad = served.http.post("/v1/completions", json={"prompt": FailingExecutor.BAD})
         assert (bad.status_code, bad.json()["error"]["code"]) == (500, "engine_error")
         assert [one.result()["usage"]["completion_tokens"] for one in good] == [40] * 4
         wait_until(lambda: served.used_pages == 0)
