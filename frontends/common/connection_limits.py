@@ -104,6 +104,13 @@ class RefusalMetrics(Collector):
         """Set the number of open connections of this worker."""
         self._cells.own[-1] = number
 
+    def num_ahead(self) -> float:
+        """Return how many more connections are open in this worker than in the one with the fewest."""
+        cells = self._cells
+        if cells.num_workers == 1:
+            return 0.0
+        return cells.own[-1] - min(cells.of(worker)[-1] for worker in range(cells.num_workers))
+
     def total(self, reason: str) -> int:
         """Return the count of a reason over all workers."""
         return int(self._cells.total(REASONS.index(reason)))

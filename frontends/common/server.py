@@ -1,7 +1,8 @@
 """The server of one worker: uvicorn with its own acceptor and limits of connections.
 
 libuv accepts one connection in each round of the event loop. That is too few on a busy loop: behind 500 simultaneous
-clients and streams written in every round, the next client waited five seconds. `Acceptor` accepts many in a round.
+clients and streams written in every round, the next client waited five seconds. `Acceptor` accepts many in a round, and
+leaves connections to workers that have fewer: the first one to wake would take a whole burst.
 
 `Acceptor` is put into uvicorn's list of servers. `HttpProtocol` overrides the parser's callbacks, which record the
 state of the connection (connection_limits.py), and reads `cycle`. Neither is public API: pyproject.toml bounds
@@ -45,7 +46,9 @@ from inferengine.process.system import missed_s
 
 logger = logging.getLogger(__name__)
 
-ACCEPTS_PER_ROUND = 16  # with more, one worker would take all connections of the shared socket
+ACCEPTS_PER_ROUND = 16
+MOST_AHEAD = 4  # connections more than the worker with the fewest has, beyond which the others come first
+OTHERS_FIRST_S = 0.001  # for them to take the next connection; where none does, it is taken here
 NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 NO_ROOM_WAIT_S = 1.0
 TICK_S = 0.1  # uvicorn's
@@ -115,7 +118,7 @@ class Acceptor:
         self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closed = False
+        self._is_closed = self._has_waited = False
         listener.setblocking(False)
         listener.listen(server.config.backlog)
         self._listen()
@@ -134,6 +137,12 @@ class Acceptor:
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_ROUND):
+            if not self._has_waited and self._connections.refusals.num_ahead() >= MOST_AHEAD:
+                self._has_waited = True
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(OTHERS_FIRST_S, self._listen)
+                return
+            self._has_waited = False
             try:
                 accepted, address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from frontends.common.server import ACCEPTS_PER_ROUND, FrontendServer
+from frontends.common.connection_limits import RefusalMetrics
+from frontends.common.server import ACCEPTS_PER_ROUND, MOST_AHEAD, FrontendServer
 
 HELLO = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
@@ -23,9 +24,11 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(listener: socket.socket, app: Any = application) -> AsyncIterator[FrontendServer]:
+async def serving(
+    listener: socket.socket, app: Any = application, refusals: RefusalMetrics | None = None
+) -> AsyncIterator[FrontendServer]:
     config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)
-    server = FrontendServer(config)
+    server = FrontendServer(config, refusals=refusals)
     task = asyncio.create_task(server._serve([listener]))
     while not server.started:
         await asyncio.sleep(0)
@@ -55,6 +58,47 @@ def test_a_crowd_is_served_and_nobody_after_the_end() -> None:
     answers = asyncio.run(run())
     assert len(answers) == ACCEPTS_PER_ROUND * 5
     assert all(answer.startswith(b"HTTP/1.1 204") for answer in answers)
+
+
+def open_connections(counts: RefusalMetrics, number: int, *, until: int) -> int:
+    """Open so many connections at once to the first worker of `counts`, which it keeps; return how many it has when it
+    has as many as `until`, or after a second."""
+
+    async def run() -> int:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        address = listener.getsockname()
+        async with serving(listener, refusals=counts) as server:
+            clients = [socket.create_connection(address) for _ in range(number)]
+            for _ in range(100):
+                if len(server.connections) >= until:
+                    break
+                await asyncio.sleep(0.01)
+            found = len(server.connections)
+            for client in clients:
+                client.close()
+        return found
+
+    return asyncio.run(run())
+
+
+def two_workers(others: int) -> RefusalMetrics:
+    """Return the counts of two workers, of which the second has so many connections."""
+    counts = RefusalMetrics("test", 2)
+    counts.choose_worker(1)
+    counts.set_open(others)
+    counts.choose_worker(0)
+    return counts
+
+
+def test_a_worker_with_more_connections_leaves_the_next_ones_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontends.common.server.OTHERS_FIRST_S", 60.0)
+    assert open_connections(two_workers(0), 12, until=12) == MOST_AHEAD
+    assert open_connections(two_workers(3), 12, until=12) == 3 + MOST_AHEAD
+    assert open_connections(two_workers(50), 12, until=12) == 12
+
+
+def test_connections_that_no_other_worker_takes_are_taken() -> None:
+    assert open_connections(two_workers(0), 40, until=40) == 40
 
 
 def test_a_process_without_room_for_another_file_accepts_again_when_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
