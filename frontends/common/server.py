@@ -118,7 +118,7 @@ class Acceptor:
         self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closed = self._has_waited = False
+        self._is_closed = False
         listener.setblocking(False)
         listener.listen(server.config.backlog)
         self._listen()
@@ -135,14 +135,19 @@ class Acceptor:
         if not self._is_closed:
             self._loop.add_reader(self._listener, self._accept)
 
-    def _accept(self) -> None:
-        for _ in range(ACCEPTS_PER_ROUND):
-            if not self._has_waited and self._connections.refusals.num_ahead() >= MOST_AHEAD:
-                self._has_waited = True
+    def _listen_after_others(self) -> None:
+        """Listen again, and take a connection that no other worker took meanwhile."""
+        if not self._is_closed:
+            self._listen()
+            self._accept(num_left=1)
+
+    def _accept(self, num_left: int = 0) -> None:
+        """Accept what waits. `num_left`: how many of it other workers had time to take."""
+        for number in range(ACCEPTS_PER_ROUND):
+            if number >= num_left and self._connections.refusals.num_ahead() >= MOST_AHEAD:
                 self._loop.remove_reader(self._listener)
-                self._loop.call_later(OTHERS_FIRST_S, self._listen)
+                self._loop.call_later(OTHERS_FIRST_S, self._listen_after_others)
                 return
-            self._has_waited = False
             try:
                 accepted, address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

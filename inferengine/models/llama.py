@@ -131,7 +131,7 @@ class LlamaLayer(nn.Module):
         """Make plain attributes of submodules, of which each step looks up ten a layer: torch's way takes 1 us."""
         for module in self.modules():
             vars(module).update(module.named_children())
-        # Products in low precision norm and encode their inputs at once.
+        # Products in low precision norm and encode their inputs at once: a norm computed before would cost them more.
         self.reads_norms = self.attention.qkv.ops is self.ops and (
             isinstance(self.mlp, GatedMLP) and self.mlp.gate_up.ops is self.ops
         )

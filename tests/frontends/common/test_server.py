@@ -97,6 +97,32 @@ def test_a_worker_with_more_connections_leaves_the_next_ones_to_the_others(monke
     assert open_connections(two_workers(50), 12, until=12) == 12
 
 
+def test_a_connection_that_another_worker_took_is_not_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others were left time for a connection and took it, they are left time for the next one too."""
+
+    async def run() -> int:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        address, other = listener.getsockname(), listener.dup()
+        async with serving(listener, refusals=two_workers(0)) as server:
+            clients = [socket.create_connection(address) for _ in range(MOST_AHEAD)]
+            while len(server.connections) < MOST_AHEAD:
+                await asyncio.sleep(0.01)
+            clients.append(socket.create_connection(address))
+            await asyncio.sleep(0.05)  # it is seen, and waits for others
+            clients.append(other.accept()[0])
+            acceptor: Any = server.servers[0]
+            acceptor._listen_after_others()
+            clients.append(socket.create_connection(address))
+            await asyncio.sleep(0.1)
+            found = len(server.connections)
+            for client in [*clients, other]:
+                client.close()
+        return found
+
+    monkeypatch.setattr("frontends.common.server.OTHERS_FIRST_S", 60.0)  # over when this test says so
+    assert asyncio.run(run()) == MOST_AHEAD
+
+
 def test_connections_that_no_other_worker_takes_are_taken() -> None:
     assert open_connections(two_workers(0), 40, until=40) == 40
 
