@@ -101,6 +101,24 @@ LLAMA_3_2_1B = {
     "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
     "rope_scaling": {**LLAMA_3_1_8B["rope_scaling"], "factor": 32.0},  # type: ignore[dict-item]
 }  # fmt: skip
+QWEN2_5_1_5B = {
+    **QWEN2_5_0_5B, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+}  # fmt: skip
+QWEN2_5_3B = {
+    **QWEN2_5_0_5B, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+}  # fmt: skip
+LLAMA_3_2_3B = {
+    **LLAMA_3_2_1B, "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128,
+}  # fmt: skip
+QWEN3_4B = {
+    **QWEN3_0_6B, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+}  # fmt: skip
+SMOLLM2_1_7B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "hidden_size": 2048,
+    "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 130000.0, "tie_word_embeddings": True,
+    "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "torch_dtype": "bfloat16",
+}  # fmt: skip
 PHI_3_MINI = {
     "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "vocab_size": 32064, "hidden_size": 3072,
     "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
@@ -123,6 +141,29 @@ GEMMA_2_9B = {
     "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "torch_dtype": "bfloat16",
 }  # fmt: skip
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152,
+    "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "head_dim": 256, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
+    "rope_local_base_freq": 10000, "rope_scaling": None, "sliding_window": 512, "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 256, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "bos_token_id": 2, "eos_token_id": [1, 106],
+    "pad_token_id": 0, "torch_dtype": "bfloat16",
+}  # fmt: skip
+OLMO_2_7B = {
+    "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "vocab_size": 100352, "hidden_size": 4096,
+    "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 500000, "rope_scaling": None,
+    "attention_bias": False, "tie_word_embeddings": False, "hidden_act": "silu", "eos_token_id": 100257,
+    "pad_token_id": 100277, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GLM_4_9B = {
+    "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "vocab_size": 151552, "hidden_size": 4096,
+    "intermediate_size": 13696, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2,
+    "head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5, "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "silu",
+    "eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 SHAPES: dict[str, dict[str, Any]] = {
     "embedded": EMBEDDED_SHAPE,
@@ -140,6 +181,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "phi-3-mini": PHI_3_MINI,
     "stablelm-3b": STABLELM_3B,
     "gemma-2-9b": GEMMA_2_9B,
+    "gemma-3-1b": GEMMA_3_1B,
+    "qwen2.5-1.5b": QWEN2_5_1_5B,
+    "qwen2.5-3b": QWEN2_5_3B,
+    "llama-3.2-3b": LLAMA_3_2_3B,
+    "qwen3-4b": QWEN3_4B,
+    "smollm2-1.7b": SMOLLM2_1_7B,
+    "olmo-2-7b": OLMO_2_7B,
+    "glm-4-9b": GLM_4_9B,
 }
 
 

@@ -56,6 +56,7 @@ def parts(calls: int, gauntlet_s: int, processes: int) -> list[Part]:
         Part("gauntlet-fp32", [*gauntlet, "1", "--dtype", "float32"], gauntlet_s + 120),
         Part("gauntlet-bf16", [*gauntlet, "2", "--dtype", "bfloat16"], gauntlet_s + 120),
         Part("compilations", [PYTHON, "-m", "tests.gpu.compilations"], 240),
+        Part("shapes", [PYTHON, "-m", "tests.gpu.shapes"], 240),
         Part("distribution", [PYTHON, "-m", "tests.gpu.distribution"], 150),
         Part("deterministic", [*deterministic, "--cache.num_blocks", "1024"], 180),  # others run on the card beside it
         Part("formats", [PYTHON, "-m", "tests.gpu.formats"], 180),
