@@ -52,6 +52,25 @@ workers.close()
 """
 
 
+# A kernel with a shape among its constants, as an engine that serves would compile it.
+COUNTED = """
+import torch
+from inferengine.kernels.cuda.compilation import Compilations
+from inferengine.kernels.cuda.gemm.gemv_hopper import INT8, find_shape, stream_kernel
+
+shape = find_shape(INT8, 4096, 4096, False, False, 132)
+counted = Compilations(device_type="cuda")
+pointers = [torch.bfloat16] * 2 + [torch.int32] + [torch.float32] * 2 + [torch.bfloat16] * 2
+options = dict(SHAPE=shape, NORM=False, ADD=False, BIAS=False, ACTIVATION=0, PDL=False, num_warps=shape.num_warps)
+for number in range(2):
+    stream_kernel.warmup(*pointers, 1e-5, grid=(1,), **options)
+    print(counted.count, counted.names)
+counted.close()
+stream_kernel.warmup(*pointers, 1e-5, grid=(1,), **{**options, "PDL": True})
+print(counted.count, counted.names)
+"""
+
+
 # The helper's loop over one job, whose child tells what it was born with instead of compiling.
 HELPER = """
 import io, os, sys
@@ -109,6 +128,12 @@ def test_a_source_can_be_compiled_after_it_was_looked_for() -> None:
     assert src.make_ir() == "ir"
     with pytest.raises(NotCompiled):
         load_compiled(print)
+
+
+def test_a_kernel_compiled_while_serving_is_counted_by_its_name(compile_program: Compile) -> None:
+    run = compile_program(COUNTED)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["1 ['stream_kernel']"] * 3
 
 
 BUILT: list[tuple[str, str]] = []  # by Launcher

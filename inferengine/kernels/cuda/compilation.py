@@ -163,7 +163,11 @@ def compiling_ahead(*, ignore_errors: bool = False) -> Iterator[None]:
 
 
 class Compilations:
-    """Counts kernels compiled since its construction. Counts nothing where Triton is not in use."""
+    """Counts kernels compiled since its construction. Counts nothing where Triton is not in use.
+
+    Triton tells its listener: a hook of the runtime would make every constant of a kernel JSON first, and fail the
+    launch of a kernel with a shape of this package among them.
+    """
 
     def __init__(self, *, device_type: str) -> None:
         self.count = 0
@@ -171,25 +175,26 @@ class Compilations:
         if device_type != "cpu":
             from triton import knobs
 
-            self._next = knobs.runtime.jit_post_compile_hook
-            knobs.runtime.jit_post_compile_hook = self._seen
+            self._next = knobs.compilation.listener
+            knobs.compilation.listener = self._seen
 
-    def _seen(self, **event: Any) -> Any:
-        """Triton's hook: a kernel is ready to be launched for the first time."""
+    def _seen(self, **event: Any) -> None:
+        """Triton's listener: a kernel was compiled, or read from the disk cache."""
         self.count += 1
-        name = str(event.get("repr", "a kernel"))
+        name = str(getattr(event["src"], "name", "a kernel"))
         if len(self.names) < MOST_NAMES:
             self.names.append(name)
         logger.warning("a kernel was compiled while serving: %s", name)
-        return None if self._next is None else self._next(**event)
+        if self._next is not None:
+            self._next(**event)
 
     def close(self) -> None:
         """Stop counting."""
         if hasattr(self, "_next"):
             from triton import knobs
 
-            if knobs.runtime.jit_post_compile_hook == self._seen:
-                knobs.runtime.jit_post_compile_hook = self._next
+            if knobs.compilation.listener == self._seen:
+                knobs.compilation.listener = self._next
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
