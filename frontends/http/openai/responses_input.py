@@ -50,7 +50,7 @@ async def read_items(value: Any, lookup: FindItem) -> list[ResponseItem]:
             if found is None:
                 raise InvalidRequest(path, "there is no such item: they are kept for an hour, with their response")
             items.append(found)
-        elif kind in PREFIXES:
+        elif isinstance(kind, str) and kind in PREFIXES:
             items.append({**item, "type": kind})
         else:
             raise InvalidRequest(path, f"items of type {str(kind)[:40]} cannot be read", code="unsupported")

@@ -224,6 +224,8 @@ def test_a_failure_is_an_error_of_the_call_and_an_event_of_the_stream(client: op
         ({"input": None}, "input", "invalid_request"),
         ({"input": [{"type": "message", "content": "x"}]}, "input", "invalid_request"),
         ({"input": [{"type": "file_search_call"}]}, "input[0]", "unsupported"),
+        ({"input": [{"type": ["message"], "role": "user"}]}, "input[0]", "unsupported"),
+        ({"input": [{"type": {"a": 1}}]}, "input[0]", "unsupported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "unsupported"),
         ({"max_output_tokens": 0}, "max_output_tokens", "invalid_request"),
         ({"temperature": 5}, "temperature", "invalid_request"),
