@@ -18,9 +18,11 @@ from frontends.http.openai.stored_chat import page, replace_metadata
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
 from inferengine.errors import InferEngineError, InvalidRequest
+from inferengine.text import check_messages
 
 PREFIX = "conv_"
 MAX_NEW_ITEMS = 20  # OpenAI's limit for one call
+ROLES = ("user", "assistant", "system", "developer")
 
 
 async def create(request: Request) -> Response:
@@ -129,7 +131,22 @@ async def _new_items(store: ResponseStore, tenant: str, given: Any) -> list[Resp
     except InferEngineError as error:
         error.field = f"items{(error.field or '').removeprefix('input')}"
         raise
+    for place, one in enumerate(read):
+        _check(one, f"items[{place}]")
     return [one if one.get("id") else {**one, "id": f"{PREFIXES[one['type']]}_{secrets.token_hex(24)}"} for one in read]
+
+
+def _check(one: ResponseItem, path: str) -> None:
+    """Refuse an item that no response can read: it would fail each one in the conversation. Raises InvalidRequest."""
+    if one["type"] == "message" and one.get("role") not in ROLES:
+        raise InvalidRequest(f"{path}.role", f"must be one of {', '.join(ROLES)}")
+    if not isinstance(one.get("id") or "", str):
+        raise InvalidRequest(f"{path}.id", "must be a string")
+    try:
+        check_messages(as_messages([], [one]))
+    except InvalidRequest as error:
+        error.field = path
+        raise
 
 
 def _found(stored: StoredResponse, name: str) -> ResponseItem:
