@@ -51,10 +51,20 @@ async def read_items(value: Any, lookup: FindItem) -> list[ResponseItem]:
                 raise InvalidRequest(path, "there is no such item: they are kept for an hour, with their response")
             items.append(found)
         elif isinstance(kind, str) and kind in PREFIXES:
-            items.append({**item, "type": kind})
+            items.append(_in_parts({**item, "type": kind}))
         else:
             raise InvalidRequest(path, f"items of type {str(kind)[:40]} cannot be read", code="unsupported")
     return items
+
+
+def _in_parts(item: ResponseItem) -> ResponseItem:
+    """Return a message whose text is in a part, as whoever lists the items expects it; any other item as it is."""
+    text = item.get("content")
+    if item["type"] != "message" or not isinstance(text, str):
+        return item
+    if item.get("role") == "assistant":
+        return {**item, "content": [{"type": "output_text", "text": text, "annotations": []}]}
+    return {**item, "content": [{"type": "input_text", "text": text}]}
 
 
 def lookup_in(store: ResponseStore, tenant: str) -> FindItem:

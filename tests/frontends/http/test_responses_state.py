@@ -104,6 +104,17 @@ def test_input_items_are_told_with_those_before(client: openai.OpenAI, served: H
     ]
 
 
+def test_a_message_is_listed_with_its_text_in_a_part(client: openai.OpenAI, served: House) -> None:
+    said: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
+    listed = client.responses.input_items.list(client.responses.create(model="tiny", input=said).id, order="asc")
+    asked, answered = (item.to_dict()["content"] for item in listed)
+    assert asked == [{"type": "input_text", "text": "hi"}]
+    assert answered == [{"type": "output_text", "text": "Hello.", "annotations": []}]
+    conversation = client.conversations.create(items=said)
+    kept = client.conversations.items.list(conversation.id, order="asc")
+    assert [item.to_dict()["content"] for item in kept] == [asked, answered]
+
+
 def test_an_item_is_sent_by_its_id(client: openai.OpenAI, served: House) -> None:
     served.script = writes(TWO_CALLS)
     first = client.responses.create(model="tiny", input="hi", tools=[WEATHER])
