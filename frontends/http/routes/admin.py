@@ -28,7 +28,7 @@ async def profile(request: Request) -> Response:
     arguments = {
         name: _number(name, text) for name, text in request.query_params.items() if name in ("steps", "wait_s")
     }
-    result = await client.admin("profile", **arguments)
+    result = await _ask(client, "profile", **arguments)
     headers = {
         "content-disposition": 'attachment; filename="trace.json.gz"',
         "x-steps": str(result["steps"]),
@@ -146,7 +146,7 @@ async def _all(service: HttpState, op: str, **arguments: Any) -> dict[str, Any]:
 
     async def one(client: AsyncClient) -> Any:
         try:
-            return await client.admin(op, **arguments)
+            return await _ask(client, op, **arguments)
         except InferEngineError as error:
             if len(clients) == 1:
                 raise
@@ -154,6 +154,15 @@ async def _all(service: HttpState, op: str, **arguments: Any) -> dict[str, Any]:
 
     results = await asyncio.gather(*map(one, clients))
     return {client.welcome.engine: result for client, result in zip(clients, results, strict=True)}
+
+
+async def _ask(client: AsyncClient, op: str, **arguments: Any) -> Any:
+    """Run an operation on one engine. Its error names no field: `op` is the wire's, and no field of a request here."""
+    try:
+        return await client.admin(op, **arguments)
+    except InferEngineError as error:
+        error.field = None
+        raise
 
 
 async def _until_idle(service: HttpState) -> None:

@@ -166,6 +166,13 @@ def test_a_bad_profile_is_refused_by_name(guarded: Guarded, query: str, field: s
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
+@pytest.mark.parametrize("path", ["/pause", "/profile?steps=7"])
+def test_an_engine_that_refuses_names_no_field_of_the_wire(guarded: Guarded, path: str) -> None:
+    guarded.house.engine.admin = {}  # it knows no operation
+    error = guarded.ask("POST", path, ADMIN).json()["error"]
+    assert (error["code"], error["param"], error["message"]) == ("not_found", None, "no such op")
+
+
 def test_without_keys_operators_routes_are_closed(served: House) -> None:
     answer = served.http.post("/abort_requests")
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
