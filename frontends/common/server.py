@@ -326,6 +326,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._unanswered.append(self.cycle)
             if self.parser.get_http_version() == "1.0":
                 self.cycle.__class__ = UnchunkedCycle  # uvicorn asks nobody which class to make
+            elif not self.cycle.keep_alive:
+                self.cycle.__class__ = LastCycle
+            if isinstance(self.cycle, LastCycle):
+                self.cycle.may_read_on = not connection.is_probe
         if 0 < len(self.pipeline) <= MOST_BEHIND:  # uvicorn has stopped to read, and would not see the client leave
             self.flow.resume_reading()
 
@@ -342,6 +346,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         self.connection.phase = IDLE
         super().on_message_complete()
+        if self._is_over:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         """Count one request fewer that waits for its answer."""
@@ -353,8 +359,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, as every other error is written."""
-        self._write(InferEngineError("invalid_request", msg))
+        if not self._is_over:
+            self._write(InferEngineError("invalid_request", msg))
         self.transport.close()
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the last answer has been written and the rest of its request's body is only read."""
+        return isinstance(self.cycle, LastCycle) and self.cycle.reads_on
 
     def _answer(self, error: InferEngineError, status: http.HTTPStatus | None = None) -> None:
         """Write a last answer, unless another one is being written. `status`: in place of the error's."""
@@ -388,7 +400,25 @@ class PieceFlow(FlowControl):
             self._go_on()
 
 
-class UnchunkedCycle(RequestResponseCycle):
+class LastCycle(RequestResponseCycle):
+    """The answer behind which the connection ends. One that comes before the whole body (401, 413) is lost where the
+    connection is closed at once: the system resets it, and many clients read nothing before they have sent all. So the
+    rest of the body is read first, within the limits for bodies."""
+
+    may_read_on = True
+    reads_on = False
+
+    async def send(self, message: Any) -> None:
+        """Send as uvicorn does, which would close the connection, but end only what is sent if the body still comes."""
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if is_last and self.more_body and self.may_read_on and not self.keep_alive and not self.disconnected:
+            self.keep_alive = self.reads_on = True
+        await super().send(message)
+        if self.reads_on and self.transport.can_write_eof() and not self.transport.is_closing():
+            self.transport.write_eof()
+
+
+class UnchunkedCycle(LastCycle):
     """The answer to a request of HTTP/1.0, which has no chunks: a body of unknown length ends with the connection."""
 
     _has_length = True

@@ -225,3 +225,45 @@ def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_the_connection(conne
     assert b"transfer-encoding" not in head
     assert b"connection: close" in head
     assert body == b"one two three"
+
+
+# -- an answer before the whole body -----------------------------------------------------------------------------------
+
+
+async def refuse(scope: Any, receive: Any, send: Any) -> None:
+    """Answer without reading the body."""
+    await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"9")]})
+    await send({"type": "http.response.body", "body": b"too large"})
+
+
+def send_all_then_read(head: bytes, body: bytes) -> bytes:
+    """Send a request, and read only then, as many clients do. Return the answer, until the server ends it."""
+
+    def client(address: tuple[str, int]) -> bytes:
+        with socket.create_connection(address, timeout=30) as connection:
+            connection.sendall(head + body)
+            answer = b""
+            while part := connection.recv(4096):
+                answer += part
+            return answer
+
+    async def run() -> bytes:
+        listener = socket.create_server(("127.0.0.1", 0))
+        async with serving(listener, refuse):
+            return await asyncio.to_thread(client, listener.getsockname())
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("request_line", [b"POST / HTTP/1.1\r\nConnection: close", b"POST / HTTP/1.0"])
+def test_an_answer_before_the_body_arrives_though_the_connection_ends(request_line: bytes) -> None:
+    size = 16 * 1024 * 1024  # more than the system's buffers hold
+    answer = send_all_then_read(request_line + b"\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size, b"x" * size)
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert answer.endswith(b"too large")
+
+
+def test_nothing_is_written_behind_the_last_answer() -> None:
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = send_all_then_read(head, b"800000\r\n" + b"x" * 0x800000 + b"\r\nno chunk\r\n\r\n")
+    assert answer.count(b"HTTP/1.1") == 1
