@@ -81,8 +81,16 @@ async def messages(request: Request) -> Response:
     """List the input messages of a stored chat completion."""
     stored = await _stored(request)
     name = stored.document["id"]
-    shown = [{"content": None, **message, "id": f"{name}-{place}"} for place, message in enumerate(stored.items)]
+    shown = [{**_as_listed(message), "id": f"{name}-{place}"} for place, message in enumerate(stored.items)]
     return JsonBytes(page(shown, request.query_params, order="asc"))
+
+
+def _as_listed(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as OpenAI lists it: parts are not its content, but its content_parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**message, "content": None, "content_parts": content}
+    return {**message, "content": content, "content_parts": None}
 
 
 async def listing(request: Request) -> Response:

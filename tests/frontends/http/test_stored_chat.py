@@ -32,6 +32,21 @@ def test_an_answer_is_kept_read_changed_and_deleted(client: openai.OpenAI) -> No
         client.chat.completions.retrieve(made.id)
 
 
+def test_parts_of_a_message_are_listed_beside_its_content(client: openai.OpenAI) -> None:
+    made = client.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        ],
+        store=True,
+    )
+    told, asked = (message.to_dict() for message in client.chat.completions.messages.list(made.id))
+    assert (told["content"], told["content_parts"]) == ("Be brief.", None)
+    assert (asked["content"], asked["content_parts"]) == (None, [{"type": "text", "text": "hi"}])
+    client.chat.completions.delete(made.id)
+
+
 def test_a_streamed_answer_is_kept_whole(client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
