@@ -36,7 +36,7 @@ def item_id(kind: str, response_id: str, index: int, *, of_input: bool = False) 
 async def read_items(value: Any, lookup: FindItem) -> list[ResponseItem]:
     """Read `input`: a text, or a list of items. References are replaced by their items. Raises InvalidRequest."""
     if isinstance(value, str) and value:
-        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]}]
+        return [_as_listed({"type": "message", "role": "user", "content": value})]
     if not isinstance(value, list) or not value:
         raise InvalidRequest("input", "must be a text or a list of items, not empty")
     items = []
@@ -51,14 +51,15 @@ async def read_items(value: Any, lookup: FindItem) -> list[ResponseItem]:
                 raise InvalidRequest(path, "there is no such item: they are kept for an hour, with their response")
             items.append(found)
         elif isinstance(kind, str) and kind in PREFIXES:
-            items.append(_in_parts({**item, "type": kind}))
+            items.append(_as_listed({**item, "type": kind}))
         else:
             raise InvalidRequest(path, f"items of type {str(kind)[:40]} cannot be read", code="unsupported")
     return items
 
 
-def _in_parts(item: ResponseItem) -> ResponseItem:
-    """Return a message whose text is in a part, as whoever lists the items expects it; any other item as it is."""
+def _as_listed(item: ResponseItem) -> ResponseItem:
+    """Return an item as whoever lists it expects it: with a status, and a message with its text in a part."""
+    item = {"status": "completed", **item}
     text = item.get("content")
     if item["type"] != "message" or not isinstance(text, str):
         return item

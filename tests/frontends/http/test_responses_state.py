@@ -115,6 +115,16 @@ def test_a_message_is_listed_with_its_text_in_a_part(client: openai.OpenAI, serv
     assert [item.to_dict()["content"] for item in kept] == [asked, answered]
 
 
+def test_listed_items_have_a_status(client: openai.OpenAI, served: House) -> None:
+    output: Any = {"type": "function_call_output", "call_id": "c", "output": "ok"}
+    call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "status": "incomplete"}
+    response = client.responses.create(model="tiny", input=[{"role": "user", "content": "hi"}, call, output])
+    items = client.responses.input_items.list(response.id, order="asc")
+    assert [item.to_dict()["status"] for item in items] == ["completed", "incomplete", "completed"]
+    response = client.responses.create(model="tiny", input="hi")
+    assert [item.to_dict()["status"] for item in client.responses.input_items.list(response.id)] == ["completed"]
+
+
 def test_an_item_is_sent_by_its_id(client: openai.OpenAI, served: House) -> None:
     served.script = writes(TWO_CALLS)
     first = client.responses.create(model="tiny", input="hi", tools=[WEATHER])
