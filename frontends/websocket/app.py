@@ -195,7 +195,7 @@ class WebsocketFrontEnd:
         return None
 
     async def ready(self, _: Request) -> JSONResponse:
-        """Answer 200 only when a request sent now would be accepted."""
+        """Answer 200 only while an engine takes requests, however long its queue is."""
         state = self.engine_state.state
         return JSONResponse({"ready": state == "READY", "engine": state}, 200 if state == "READY" else 503)
 

@@ -51,7 +51,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answer 200 when a request sent now would be accepted; 503 with the reason otherwise."""
+    """Answer 200 while an engine takes requests, however long its queue is; 503 with the reason otherwise."""
     service: HttpState = request.app.state.service
     if service.draining:
         return _not_ready("this front end is draining")
