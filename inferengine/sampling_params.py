@@ -75,7 +75,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
     max_tokens: Annotated[Positive | None, about("most tokens of the output, within the model's length")] = None
     min_tokens: Annotated[
         Count,
-        about("before so many tokens nothing ends the output; at most max_tokens", also=["must not exceed max_tokens"]),
+        about(
+            "before so many tokens nothing but the end of a grammar ends the output; at most max_tokens",
+            also=["must not exceed max_tokens"],
+        ),
     ] = 0
     temperature: Annotated[
         float, about("logits are divided by it; at or below 1e-5 the likeliest token is taken", ge=0, le=2)

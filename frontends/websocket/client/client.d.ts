@@ -39,7 +39,7 @@ export interface ToolCallDelta {
 export interface SamplingParams {
   /** most tokens of the output, within the model's length; whole number in [1, 2^63 - 1] */
   max_tokens?: number;
-  /** before so many tokens nothing ends the output; at most max_tokens; whole number in [0, 2^63 - 1] */
+  /** before so many tokens nothing but the end of a grammar ends the output; at most max_tokens; whole number in [0, 2^63 - 1] */
   min_tokens?: number;
   /** logits are divided by it; at or below 1e-5 the likeliest token is taken; number in [0, 2] */
   temperature?: number;

@@ -2,7 +2,7 @@
 /** The sampling parameters as the server reads them. Written by scripts/parameter_reference. */
 export const SAMPLING_FIELDS = {
   max_tokens: {"meaning": "most tokens of the output, within the model's length", "default": null, "schema": {"type": "integer", "minimum": 1, "maximum": 9007199254740991}},
-  min_tokens: {"meaning": "before so many tokens nothing ends the output; at most max_tokens", "default": 0, "schema": {"type": "integer", "minimum": 0, "maximum": 9007199254740991}},
+  min_tokens: {"meaning": "before so many tokens nothing but the end of a grammar ends the output; at most max_tokens", "default": 0, "schema": {"type": "integer", "minimum": 0, "maximum": 9007199254740991}},
   temperature: {"meaning": "logits are divided by it; at or below 1e-5 the likeliest token is taken", "default": 1.0, "schema": {"type": "number", "minimum": 0, "maximum": 2}},
   top_p: {"meaning": "draw from the smallest set whose probability reaches it (nucleus)", "default": 1.0, "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 1}},
   top_k: {"meaning": "draw from so many likeliest tokens; 0 or -1: off", "default": 0, "schema": {"type": "integer", "minimum": -1, "maximum": 2147483647}},
