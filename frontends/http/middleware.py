@@ -30,6 +30,7 @@ from frontends.http.routes.pages import PREFIX
 from frontends.http.telemetry import OTHER, HttpMetrics, begin_request, end_request
 from inferengine.errors import ConfigError, InferEngineError
 from inferengine.observability.tracing import Tracing
+from inferengine.wire.messages import MAX_NAME_CHARACTERS
 
 logger = logging.getLogger("inferengine.access")
 
@@ -240,6 +241,7 @@ class RequestMiddleware:
             extra={
                 "fields": {
                     "request_id": scope["request_id"],
+                    **_label(scope),
                     "client": client[0] if client else "-",
                     "method": scope["method"],
                     "path": scope["path"][:200].encode("unicode_escape").decode(),
@@ -250,6 +252,15 @@ class RequestMiddleware:
                 }
             },
         )
+
+
+def _label(scope: Scope) -> dict[str, str]:
+    """Return the body's own `request_id`, which the answer's id and the engine's log have, as `label`; without one,
+    nothing."""
+    label = (scope.get("document") or {}).get("request_id")
+    if not isinstance(label, str) or not label.isprintable() or not 0 < len(label) <= MAX_NAME_CHARACTERS // 2:
+        return {}
+    return {"label": label} if label != scope["request_id"] else {}
 
 
 async def _headers_too_large(send: Send, most_bytes: int) -> None:

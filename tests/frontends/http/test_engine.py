@@ -242,6 +242,23 @@ def test_one_request_id_stands_in_the_logs_of_front_end_and_engine(caplog: pytes
         assert "the fox" not in caplog.text
 
 
+def test_a_request_id_of_the_body_stands_in_both_logs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), serve(log={"requests": True}) as served:
+        body = {"prompt": "the fox", "max_tokens": 3, "request_id": "mine-3"}
+        served.http.post("/v1/completions", json=body, headers={"x-request-id": "seen-3"})
+
+        def lines() -> list[dict[str, Any]]:
+            told = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+            return [line for line in told if "mine-3" in line.values()]
+
+        wait_until(lambda: len(lines()) == 2)
+        front = next(line for line in lines() if line["message"] == "request")
+        assert (front["request_id"], front["label"]) == ("seen-3", "mine-3")
+        served.http.post("/v1/completions", json={**body, "request_id": "a\nforged line"})
+        wait_until(lambda: any(getattr(record, "fields", {}).get("status") == 400 for record in caplog.records))
+        assert "forged" not in caplog.text
+
+
 def test_models_and_versions(served: Served) -> None:
     (card,) = served.http.get("/v1/models").json()["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("simulated", "model", 1024)
