@@ -378,7 +378,7 @@ def _refused(action: str, remedy: str) -> RouteHandler:
 CHANGES = {
     "create": "on its machine `inferengine up FOLDER` serves a checkpoint; an administrator loads LoRA adapters with "
     "POST /v1/load_lora_adapter.",
-    "copy": "name the served one with `model.name` on its machine.",
+    "copy": "name the served one with `model.served_name` on its machine.",
     "delete": "on its machine they lie in the Hugging Face cache; an administrator unloads LoRA adapters with "
     "POST /v1/unload_lora_adapter.",
     "push": "`hf upload` takes a checkpoint to the Hugging Face hub.",

@@ -295,7 +295,7 @@ def test_the_served_model_is_pulled_already_and_no_other_one_can_be(served: Hous
     ("method", "path", "remedy"),
     [
         ("POST", "/api/create", "load_lora_adapter"),
-        ("POST", "/api/copy", "model.name"),
+        ("POST", "/api/copy", "model.served_name"),
         ("DELETE", "/api/delete", "unload_lora_adapter"),
         ("POST", "/api/push", "hf upload"),
         ("POST", "/api/blobs/sha256:00", "inferengine up"),
