@@ -756,6 +756,8 @@ def read_structure(body: dict[str, Any], config: Config) -> tuple[GrammarSpec | 
     """Read the grammar that the output must match, and the name of the request's field that has it."""
     if body.get("structured_outputs") == {}:  # asks for nothing, as clients send that fill in every field
         body = {**body, "structured_outputs": None}
+    if body.get("response_format") == {"type": "text"}:  # as the default of several clients
+        body = {**body, "response_format": None}
     spec = read_grammar(body)
     field = next((name for name in STRUCTURE if body.get(name) is not None), "grammar")
     if spec is not None:

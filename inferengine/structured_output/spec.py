@@ -36,6 +36,8 @@ class GrammarSpec(NamedTuple):
 
 def read_grammar(body: Mapping[str, Any]) -> GrammarSpec | None:
     """Return the GrammarSpec of a request body; None where it asks for none. Raises InvalidRequest naming the field."""
+    if body.get("response_format") == {"type": "text"}:  # asks for nothing, beside what does
+        body = {**body, "response_format": None}
     asked = [name for name in ("response_format", "structured_outputs", *GUIDED_FIELDS) if body.get(name) is not None]
     whitespace = body.get("json_whitespace")
     if whitespace is not None and whitespace not in WHITESPACE_NAMES:

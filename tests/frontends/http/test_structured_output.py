@@ -130,6 +130,7 @@ NONSENSE: list[tuple[dict[str, Any], str]] = [
     ({"response_format": "json"}, "response_format"),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_regex": "(unclosed"}, "guided_regex"),
+    ({"guided_regex": "(unclosed", "response_format": {"type": "text"}}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
@@ -232,3 +233,10 @@ def test_what_asks_for_nothing_is_nothing(served: House) -> None:
     ):
         assert served.post(COMPLETIONS, prompt="say", **body).status_code == 200
         assert served.engine.submits[-1].grammar is None
+
+
+def test_a_format_that_asks_for_nothing_stands_beside_one_that_does(served: House) -> None:
+    for other in ({"guided_regex": "a+"}, {"structured_outputs": {"regex": "a+"}}):
+        response = served.post(COMPLETIONS, prompt="say", response_format={"type": "text"}, **other)
+        assert response.status_code == 200, response.text
+        assert served.engine.submits[-1].grammar is not None
