@@ -1,9 +1,14 @@
 """Prompt attention of Hopper cards. It needs one; without, it is compiled for one, and that is all."""
 
+import random
+import types
+from typing import Any
+
 import pytest
 import torch
 
-from inferengine.kernels.cuda.attention.prefill_hopper import fits, prefill_attention
+from inferengine.kernels.cuda.attention import prefill_hopper, row_tiles
+from inferengine.kernels.cuda.attention.prefill_hopper import PrefillShape, fits, prefill_attention
 from inferengine.kernels.cuda.dispatch import HopperPrefillConfig, hopper_prefill_config
 from inferengine.kernels.cuda.split_k import Scratch
 from tests.kernels.builders import (
@@ -22,6 +27,9 @@ SHAPES = [
     (4, 4, 64, 64, None, 20.0, torch.float16),
     (16, 1, 64, 128, None, None, torch.bfloat16),
     (14, 2, 128, 64, None, None, torch.bfloat16),
+    (14, 2, 64, 64, None, None, torch.bfloat16),
+    (12, 2, 128, 64, 70, None, torch.bfloat16),
+    (9, 3, 128, 64, None, None, torch.bfloat16),
     (6, 2, 96, 64, 300, None, torch.bfloat16),
     (5, 1, 80, 64, None, None, torch.bfloat16),
     (4, 2, 256, 64, 200, 50.0, torch.bfloat16),
@@ -39,8 +47,12 @@ def groups_of(head_dim: int) -> tuple[int, ...]:
     return (2, 3) if head_dim == 64 else (2,)
 
 
-def tuned(head_dim: int, groups: int) -> HopperPrefillConfig:
-    return hopper_prefill_config(head_dim, 1)._replace(num_groups=groups)
+def tuned(head_dim: int, groups: int, *, packs: bool = False) -> HopperPrefillConfig:
+    return hopper_prefill_config(head_dim, 1)._replace(num_groups=groups, packs=packs)
+
+
+def is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 hopper = pytest.mark.skipif(not on_hopper(), reason="needs a CUDA device: Hopper")
@@ -49,11 +61,16 @@ hopper = pytest.mark.skipif(not on_hopper(), reason="needs a CUDA device: Hopper
 @hopper
 @pytest.mark.parametrize("spare", [0, 500], ids=["exact", "upper bound"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size", "window", "softcap", "dtype", "groups"),
-    [(*shape, groups) for shape in SHAPES for groups in groups_of(shape[2])],
+    ("heads", "kv_heads", "head_dim", "block_size", "window", "softcap", "dtype", "groups", "packs"),
+    [
+        (*shape, groups, packs)
+        for shape in SHAPES
+        for groups in groups_of(shape[2])
+        for packs in ((False,) if is_power_of_two(shape[0] // shape[1]) else (False, True))
+    ],
 )
 def test_rows_of_all_lengths_equal_the_definition(
-    heads, kv_heads, head_dim, block_size, window, softcap, dtype, groups, spare, device
+    heads, kv_heads, head_dim, block_size, window, softcap, dtype, groups, packs, spare, device
 ):
     case = make_paged_case(ROW_LENS, COUNTS, kv_heads, head_dim, block_size, dtype, device)
     q = torch.randn(sum(COUNTS), heads, head_dim, device=device).to(dtype)
@@ -66,7 +83,7 @@ def test_rows_of_all_lengths_equal_the_definition(
         prefill_attention(
             q, case.kv, case.row_slot, case.row_start, case.query_start, case.block_table, 0.1, window, softcap,
             first_row=first_row, num_tokens=sum(COUNTS) - skipped + spare, out=out, scratch=scratch,
-            tuning=tuned(head_dim, groups),
+            tuning=tuned(head_dim, groups, packs=packs),
         )  # fmt: skip
         assert relative_error(out[skipped:], expected[skipped:]) < tolerance(dtype)
         assert out[:skipped].isnan().all(), "decode rows belong to the decode kernel"
@@ -105,7 +122,7 @@ def test_more_tiles_than_programs_and_fewer_tokens_than_a_tile(device):
 @hopper
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "groups"),
-    [(32, 8, 128, 2), (8, 2, 64, 2), (8, 2, 64, 3), (7, 1, 128, 2), (4, 2, 256, 2)],
+    [(32, 8, 128, 2), (8, 2, 64, 2), (8, 2, 64, 3), (10, 2, 64, 3), (7, 1, 128, 2), (6, 1, 128, 2), (4, 2, 256, 2)],
 )
 @pytest.mark.parametrize("counts", [[40, 3], [1, 200, 2], [33]])
 def test_few_queries_over_a_long_context_are_shared_by_programs(heads, kv_heads, head_dim, groups, counts, device):
@@ -125,6 +142,64 @@ def test_few_queries_over_a_long_context_are_shared_by_programs(heads, kv_heads,
     assert relative_error(results[0], expected) < tolerance(torch.bfloat16)
     assert all(torch.equal(out, results[0]) for out in results), "the sums are added in their order"
     assert not scratch.arrived.any()
+
+
+class Numbers:
+    """A pointer into numbers, as a kernel's functions read them."""
+
+    def __init__(self, numbers: list[int], at: int = 0) -> None:
+        self.numbers, self.at = numbers, at
+
+    def __add__(self, offset: int) -> "Numbers":
+        return Numbers(self.numbers, self.at + offset)
+
+    @staticmethod
+    def load(pointer: "Numbers") -> int:
+        return pointer.numbers[pointer.at]
+
+
+def as_python(kernel: Any, **more: Any) -> Any:
+    """A kernel's function on Python's numbers."""
+    language = types.SimpleNamespace(
+        load=Numbers.load, maximum=max, minimum=min, cdiv=lambda a, b: -(-a // b), constexpr=object
+    )
+    names = {"gl": language, "tl": language, "LEAST_BLOCKS": prefill_hopper.LEAST_BLOCKS.value, **more}
+    return types.FunctionType(kernel.fn.__code__, names)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 12, 16])
+@pytest.mark.parametrize(("groups", "splits", "window"), [(2, 1, 0), (3, 1, 0), (2, 4, 0), (3, 5, 0), (2, 1, 100)])
+def test_each_head_of_each_query_is_computed_once_with_all_its_keys(groups, splits, window, group, packs):
+    draw = random.Random(f"{groups} {splits} {window} {group}")
+    packs = packs or is_power_of_two(group)
+    shape = PrefillShape(2, group, 128, 64, 128, 2, groups, bool(window), False, most_splits=splits, packs=packs)
+    tile_at = as_python(prefill_hopper.tile_at, find_row=as_python(row_tiles.find_row))
+    rows_of = as_python(prefill_hopper.rows_of)
+    counts = [draw.choice([0, 1, 15, 64, 65, 130, 300]) for _ in range(5)] + [1]
+    starts = [draw.choice([0, 7, 1000, 4000]) for _ in counts]
+    begins = [sum(counts[:row]) for row in range(len(counts) + 1)]
+    num_tiles = begins[-1] // (groups * shape.tokens) + len(counts)
+    rows = (Numbers(starts), Numbers(begins), 0, len(counts), num_tiles, window, splits)
+    keys: dict[tuple[int, int, int], list[int]] = {}  # of a row, a query and a head
+    for place in range(num_tiles * shape.tiles_of_tokens * splits):
+        valid, kv_head, row, first_query, count, start, *_, first_block, last_block, _, _, _, first_rows = tile_at(
+            place, rows, shape
+        )
+        for part in range(groups if valid else 0):
+            token, head = rows_of(first_rows, kv_head, part, shape)
+            assert (first_query, count, start) == (begins[row], counts[row], starts[row])
+            for i in range(64):
+                if token + i // shape.packed_group < count and i % shape.packed_group < group:
+                    at = (row, token + i // shape.packed_group, head + i % shape.packed_group)
+                    keys.setdefault(at, []).extend(range(first_block, last_block + 1))
+    heads = range(2 * group)
+    assert set(keys) == {(row, t, h) for row, count in enumerate(counts) for t in range(count) for h in heads}
+    for (row, token, _), blocks in keys.items():
+        position = starts[row] + token
+        needed = range(max(0, position - window + 1) // 128 if window else 0, position // 128 + 1)
+        assert len(blocks) == len(set(blocks)), "a key would count twice"
+        assert set(needed) <= set(blocks)
 
 
 COMPILE = """

@@ -173,13 +173,14 @@ class PrefillConfig(NamedTuple):
 
 class HopperPrefillConfig(NamedTuple):
     """attention/prefill_hopper.py: keys of a step, steps in shared memory, computing groups (2 or 3), the most programs
-    that share the keys of a tile of queries where there are few tiles, and the tokens of a step from which on it is the
-    better choice."""
+    that share the keys of a tile of queries where there are few tiles, whether a KV head's heads are padded to a power
+    of two, and the tokens of a step from which on it is the better choice."""
 
     block_tokens: int
     num_stages: int
     num_groups: int
     max_splits: int
+    packs: bool = False
     min_tokens: int = 256
 
 
@@ -770,6 +771,9 @@ PREFILL_ATTENTION: tuple[tuple[Range, Range, PrefillConfig], ...] = (
 
 # (head dimensions, tokens of the step, configuration)
 HOPPER_PREFILL_ATTENTION: tuple[tuple[Range, Range, HopperPrefillConfig], ...] = (
+    (to(64), to(511), HopperPrefillConfig(128, 4, 2, 16, packs=True)),  # perhaps of many rows: sets of heads have
+    (to(128), to(511), HopperPrefillConfig(128, 2, 2, 16, packs=True)),  # 64 rows each, however few tokens
+    (ANY, to(511), HopperPrefillConfig(64, 2, 2, 16, packs=True)),
     (to(64), to(2047), HopperPrefillConfig(128, 4, 2, 16)),
     (to(64), ANY, HopperPrefillConfig(128, 4, 3, 16)),  # few tokens leave more of its larger tiles empty
     (to(128), ANY, HopperPrefillConfig(128, 2, 2, 16)),

@@ -1,7 +1,10 @@
 """Prefill attention for Hopper: one warp loads, two or three groups of four warps compute. Contract: prefill.py.
 
-A program stays on its multiprocessor and takes one tile after the other: queries of one row with all heads of one KV
-head packed beside each other, 64 rows (tokens x group) to each computing group.
+A program stays on its multiprocessor and takes one tile after the other: queries of one row with the heads of one KV
+head packed beside each other, 64 rows (tokens x heads) to each computing group. The heads that are packed are a power
+of two. Where a KV head has another number of heads, they are cut into sets of the largest power of two that divides it,
+and each computing group takes one set, for as many tokens as make 64 rows: 5 heads padded to 8 would cost 8 rows a
+token. In short steps, whose rows may have few tokens, they are padded.
 
 The loading warp takes tiles from a counter that all programs share, the longest of a row first and the next one when
 it is nearly through with this one, passes them to the computing groups, and runs ahead of them with the tensor memory
@@ -67,6 +70,7 @@ class PrefillShape:
     softcap: bool
     sinks: bool = False
     most_splits: int = 1  # programs that may share a tile's keys
+    packs: bool = True  # all heads of a KV head beside each other, padded to a power of two; else in sets of fewer
 
     @property
     def split(self) -> bool:
@@ -76,7 +80,17 @@ class PrefillShape:
     @property
     def packed_group(self) -> int:
         """Rows of a token: a copy holds a power of two of heads, those behind the group's are not stored."""
-        return int(triton.next_power_of_2(self.group))
+        return int(triton.next_power_of_2(self.group)) if self.packs else self.group & -self.group
+
+    @property
+    def head_sets(self) -> int:
+        """Sets of heads of a KV head, each in rows of its own."""
+        return 1 if self.packs else self.group // self.packed_group
+
+    @property
+    def tiles_of_tokens(self) -> int:
+        """Tiles of the same tokens: each computing group of each has one set of heads of some of them."""
+        return self.kv_heads * self.head_sets
 
     @property
     def columns(self) -> int:
@@ -126,7 +140,7 @@ def _splits_to_fill(rows, most, SHAPE: gl.constexpr):
     count = gl.load(query_start_ptr + first_row + row + 1, mask=mask, other=0) - begin
     end = gl.load(row_start_ptr + first_row + row, mask=mask, other=0) + count
     blocks = gl.max(gl.where(count > 0, (end - 1) // SHAPE.block_tokens + 1, 1), axis=0)
-    filled = gl.sum((count + TOKENS - 1) // TOKENS, axis=0) * SHAPE.kv_heads
+    filled = gl.sum((count + TOKENS - 1) // TOKENS, axis=0) * SHAPE.tiles_of_tokens
     last_row = gl.max(gl.where(count > 0, row + 1, 0), axis=0)
     num_tiles = gl.sum(count, axis=0) // TOKENS + last_row
     programs = gl.num_programs(0)
@@ -146,21 +160,25 @@ def _splits_to_fill(rows, most, SHAPE: gl.constexpr):
 def tile_at(place, rows, SHAPE: gl.constexpr):
     """Tile `place` of all: (whether anything is in it, KV head, row, first query of the row, its queries, position of
     the first, first token of the tile, last token, first block of keys, last block, its number, split, splits that
-    take part). The longest tiles come first: rows as the scheduler orders them, those that have come furthest in front,
-    and each row from its end."""
+    take part, `first_rows` of `rows_of`). The longest tiles come first: rows as the scheduler orders them, those that
+    have come furthest in front, and each row from its end."""
     row_start_ptr, query_start_ptr, first_row, num_rows, _num_tiles, window, splits = rows
     TOKENS: gl.constexpr = SHAPE.groups * SHAPE.tokens
-    kv_head = place % SHAPE.kv_heads
-    rest = place // SHAPE.kv_heads
+    SETS: gl.constexpr = SHAPE.head_sets
+    among = place % SHAPE.tiles_of_tokens
+    kv_head = among // SETS
+    part = among % SETS * SHAPE.groups  # the first of the tile's, among groups x sets for the same tokens
+    rest = place // SHAPE.tiles_of_tokens
     tile = rest // splits if SHAPE.split else rest
     row, row_tile = find_row(query_start_ptr, first_row, num_rows, tile, TOKENS)
     first_query = gl.load(query_start_ptr + row)
     count = gl.load(query_start_ptr + row + 1) - first_query
     start = gl.load(row_start_ptr + row)
     from_end = gl.cdiv(count, TOKENS) - 1 - row_tile
-    valid = from_end >= 0
-    first_token = gl.maximum(from_end, 0) * TOKENS
-    last_token = gl.minimum(first_token + TOKENS, count) - 1
+    of_all = gl.maximum(from_end, 0) * TOKENS
+    first_token = of_all + part // SETS * SHAPE.tokens
+    last_token = gl.minimum(of_all + ((part + SHAPE.groups - 1) // SETS + 1) * SHAPE.tokens, count) - 1
+    valid = (from_end >= 0) & (first_token < count)
     first_block = 0
     if SHAPE.window:
         first_block = gl.maximum(start + first_token - window + 1, 0) // SHAPE.block_tokens
@@ -177,9 +195,21 @@ def tile_at(place, rows, SHAPE: gl.constexpr):
         last_block -= split * per_split
         first_block = gl.maximum(first_block, last_block + 1 - per_split)
     return (
-        valid, kv_head, row, first_query, count, start, first_token, last_token, first_block, last_block, tile, split,
-        active,
+        valid, kv_head, row, first_query, count, start, first_token, last_token, first_block, last_block,
+        tile * SHAPE.tiles_of_tokens + among, split, active, (of_all, part),
     )  # fmt: skip
+
+
+@gluon.jit
+def rows_of(first_rows, kv_head, part: gl.constexpr, SHAPE: gl.constexpr):
+    """(First token, first head) of the rows of a tile's computing group."""
+    of_all, first_part = first_rows
+    SETS: gl.constexpr = SHAPE.head_sets
+    number = first_part + part
+    return (
+        of_all + number // SETS * SHAPE.tokens,
+        kv_head * SHAPE.group + number % SETS * SHAPE.packed_group,
+    )
 
 
 @gluon.jit
@@ -227,7 +257,7 @@ def load_all(q, kv, table, rows, slots, barriers, SHAPE: gl.constexpr):
     BUFFERS: gl.constexpr = SHAPE.query_buffers
     GROUPS: gl.constexpr = SHAPE.groups
     programs = gl.num_programs(0)
-    limit = rows[4] * SHAPE.kv_heads
+    limit = rows[4] * SHAPE.tiles_of_tokens
     if SHAPE.split:
         limit *= rows[6]
     step = 0
@@ -235,15 +265,16 @@ def load_all(q, kv, table, rows, slots, barriers, SHAPE: gl.constexpr):
     place = gl.program_id(0)
     while place < limit:
         found = tile_at(place, rows, SHAPE)
-        valid, kv_head, row, first_query, _count, start, first_token, last_token, first_block, last_block = found[:10]
+        valid, kv_head, row, first_query, _count, start, _first, last_token, first_block, last_block = found[:10]
         if valid:
             _hand_out(place, tiles, places, place_ready, place_free)
             for part in gl.static_range(GROUPS):
                 slot = (tiles % BUFFERS) * GROUPS + part
                 mbarrier.wait(q_free.index(slot), ((tiles // BUFFERS) & 1) ^ 1)
                 mbarrier.expect(q_ready.index(slot), GROUP_ROWS * SHAPE.columns * 2)
+                token, head = rows_of(found[13], kv_head, part, SHAPE)
                 for chunk in gl.static_range(CHUNKS):
-                    at = [first_query + first_token + part * SHAPE.tokens, kv_head * SHAPE.group, chunk * COLUMNS]
+                    at = [first_query + token, head, chunk * COLUMNS]
                     load_piece(q, at, q_ready.index(slot), q_slots.index(slot * CHUNKS + chunk))
             tiles += 1
             table_row = table_ptr + gl.load(row_slot_ptr + row).to(gl.int64) * table_stride
@@ -379,7 +410,7 @@ def _overlapped_step(state, step, block, q, keys, values, barriers, part: gl.con
 def _combine(acc, total, peak, place, parts, unit, SHAPE: gl.constexpr):
     """Store this split's sums; the last split of a tile to arrive returns those of all, in their order, their peak, and
     true."""
-    kv_head, first_query, token, count, split, active, splits = place
+    first_head, first_query, token, count, split, active, splits = place
     partial_ptr, peak_ptr = parts
     SUMS: gl.constexpr = SHAPE.sum_layout
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
@@ -390,7 +421,7 @@ def _combine(acc, total, peak, place, parts, unit, SHAPE: gl.constexpr):
     mine = token + i // GROUP
     mask = (mine < count) & (i % GROUP < SHAPE.group)
     mask_2d = mask[:, None] & (d < HEAD_DIM)[None, :]
-    line = ((first_query + mine) * (SHAPE.kv_heads * SHAPE.group) + kv_head * SHAPE.group + i % GROUP) * splits
+    line = ((first_query + mine) * (SHAPE.kv_heads * SHAPE.group) + first_head + i % GROUP) * splits
     gl.store(partial_ptr + ((line + split) * HEAD_DIM)[:, None] + d[None, :], acc, mask=mask_2d)
     gl.store(peak_ptr + (line + split) * 2, peak, mask=mask)
     gl.store(peak_ptr + (line + split) * 2 + 1, total, mask=mask)
@@ -420,7 +451,7 @@ def _combine(acc, total, peak, place, parts, unit, SHAPE: gl.constexpr):
 
 @gluon.jit
 def _compute(part: gl.constexpr, rows, shared, barriers, numbers, v_scale, outputs, SHAPE: gl.constexpr):
-    """Compute rows [64 * part, 64 * part + 64) of every tile, as one of the computing groups."""
+    """Compute the 64 rows of one of the computing groups, of every tile."""
     queries, keys, values, places = shared
     q_ready, q_free, k_ready, k_free, v_ready, v_free, place_ready, place_free, turn = barriers
     of_step = (k_ready, k_free, v_ready, v_free, turn)
@@ -436,7 +467,7 @@ def _compute(part: gl.constexpr, rows, shared, barriers, numbers, v_scale, outpu
     ROW: gl.constexpr = gl.SliceLayout(1, SHAPE.score_layout)
     LOG2E: gl.constexpr = 1.4426950408889634
     out_ptr, partial_ptr, peak_ptr, arrived_ptr, sinks_ptr = outputs
-    limit = rows[4] * SHAPE.kv_heads
+    limit = rows[4] * SHAPE.tiles_of_tokens
     base = 0
     if SHAPE.split:
         limit *= rows[6]
@@ -449,13 +480,13 @@ def _compute(part: gl.constexpr, rows, shared, barriers, numbers, v_scale, outpu
     tile = tile_at(place, rows, SHAPE)
     while place < limit:
         _, kv_head, _, first_query, count, start, first_token, last_token, first_block, last_block = tile[:10]
-        number, split, active = tile[10:]
+        number, split, active, first_rows = tile[10:]
         # Blocks [whole, diagonal) need no mask; the last block is masked anyway.
         diagonal = (start + first_token + 1) // BLOCK_T
         whole = 0
         if SHAPE.window:
             whole = gl.maximum(gl.cdiv(start + last_token - rows[5] + 1, BLOCK_T), 0)
-        token = first_token + part * SHAPE.tokens
+        token, first_head = rows_of(first_rows, kv_head, part, SHAPE)
         query_position = start + token + gl.arange(0, GROUP_ROWS, ROW) // GROUP
         peak = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
         total = gl.zeros([GROUP_ROWS], gl.float32, ROW)
@@ -512,8 +543,8 @@ def _compute(part: gl.constexpr, rows, shared, barriers, numbers, v_scale, outpu
         writes = active > 0
         if SHAPE.split:
             if active > 1:
-                place_of = (kv_head, first_query - base, token, count, split, active, rows[6])
-                unit = arrived_ptr + 2 + (number * SHAPE.kv_heads + kv_head) * SHAPE.groups + part
+                place_of = (first_head, first_query - base, token, count, split, active, rows[6])
+                unit = arrived_ptr + 2 + number * SHAPE.groups + part
                 acc, total, row_peak, writes = _combine(
                     acc, total, row_peak, place_of, (partial_ptr, peak_ptr), unit, SHAPE
                 )
@@ -522,7 +553,7 @@ def _compute(part: gl.constexpr, rows, shared, barriers, numbers, v_scale, outpu
             if SHAPE.softcap:
                 row_peak -= numbers[1] * LOG2E
             line = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SUMS)) % GROUP
-            sink = gl.load(sinks_ptr + kv_head * SHAPE.group + line, mask=line < SHAPE.group, other=0.0) * LOG2E
+            sink = gl.load(sinks_ptr + first_head + line, mask=line < SHAPE.group, other=0.0) * LOG2E
             new_peak = gl.maximum(row_peak, sink)
             shrink = gl.exp2(row_peak - new_peak)
             total = total * shrink + gl.exp2(sink - new_peak)
@@ -532,10 +563,10 @@ def _compute(part: gl.constexpr, rows, shared, barriers, numbers, v_scale, outpu
         i = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, STORE))
         d = gl.arange(0, COLS, gl.SliceLayout(0, STORE))
         mine = token + i // GROUP
-        head = kv_head * SHAPE.group + i % GROUP
+        head = first_head + i % GROUP
         at = ((first_query + mine).to(gl.int64) * (SHAPE.kv_heads * SHAPE.group) + head) * HEAD_DIM
         mask = (mine < count) & writes
-        if SHAPE.group != GROUP:
+        if SHAPE.group < GROUP:
             mask = mask & (i % GROUP < SHAPE.group)
         if COLS == HEAD_DIM:
             gl.store(out_ptr + at[:, None] + d[None, :], result, mask=mask[:, None])
@@ -680,9 +711,10 @@ def prefill_attention(
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     tuned = tuning or hopper_prefill_config(head_dim, num_tokens)
     num_rows = row_slot.shape[0] - first_row
+    group = num_heads // num_kv_heads
     shape = PrefillShape(
         kv_heads=num_kv_heads,
-        group=num_heads // num_kv_heads,
+        group=group,
         head_dim=head_dim,
         block_size=block_size,
         block_tokens=tuned.block_tokens,
@@ -691,17 +723,18 @@ def prefill_attention(
         window=window is not None,
         softcap=softcap is not None,
         sinks=sinks is not None,
+        packs=tuned.packs or group & (group - 1) == 0,  # a power of two is the one set of heads that there is
     )
-    num_tiles = num_tokens // (shape.groups * shape.tokens) + num_rows
+    num_tiles = (num_tokens // (shape.groups * shape.tokens) + num_rows) * shape.tiles_of_tokens
     programs = num_multiprocessors(q.device)
     splits, partial = 1, out
     if scratch is not None and window is None and num_rows <= MOST_ROWS.value:
-        counters = 2 + shape.groups * num_tiles * num_kv_heads
+        counters = 2 + shape.groups * num_tiles
         room = scratch.partial.numel() // (num_tokens * num_heads * (head_dim + 2))
         if room > 1 and tuned.max_splits > 1 and counters <= scratch.arrived.numel():
             splits, partial = min(room, tuned.max_splits), scratch.partial
             shape = replace(shape, most_splits=tuned.max_splits)
-    attention_kernel[(programs if shape.split else min(num_tiles * num_kv_heads, programs),)](
+    attention_kernel[(programs if shape.split else min(num_tiles, programs),)](
         *descriptors(q, kv, shape),
         row_slot,
         row_start,
@@ -715,7 +748,7 @@ def prefill_attention(
         block_table.stride(0),
         first_row,
         num_rows,
-        num_tiles,
+        num_tiles // shape.tiles_of_tokens,
         splits,
         scale * kv_scales[0],
         kv_scales[1],
