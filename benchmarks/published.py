@@ -75,6 +75,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "qwen3-30b-h100": ("compare-qwen-moe-h100.json", compare_engines.markdown),
     "gpt-oss-20b-h100": ("compare-gpt-oss-h100.json", compare_engines.markdown),
     "eight-h100": ("compare-eight-h100.json", compare_engines.markdown),
+    "more-h200": ("compare-more-h200.json", compare_engines.markdown),
     "two-h100": ("two-cards-large-h100.json", compare_engines.markdown),
     "steps-8b": ("kernels-h200.json", lambda results: step_table(results["models"]["llama-8b"])),
     "steps-0.6b": ("kernels-h200.json", lambda results: step_table(results["models"]["qwen-0.6b"])),
