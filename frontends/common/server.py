@@ -55,6 +55,7 @@ TICK_S = 0.1  # uvicorn's
 TICKS_PER_SWEEP = 10
 MOST_HEAD_BYTES = 64 * 1024  # of a request's head, and of trailers: as http.max_header_bytes unless it is set
 MOST_BEHIND = 8  # requests behind the one that is answered, beyond which nothing is read from a connection
+MOST_IGNORED_BYTES = 64 * 1024 * 1024  # of a body that come behind its request's answer before the connection is closed
 OFFER = (b"upgrade", b"http2-settings")  # headers of an offer to speak another protocol
 PROBE_PATHS = frozenset({"/health", "/ready", "/ping", "/load", "/metrics"})  # what monitoring requests
 
@@ -201,6 +202,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unanswered: list[RequestResponseCycle] = []  # in the order of their requests
         self._pieces = PieceReader(self._parse, self._may_parse)
         self._num_head_bytes = 0  # received since the last body or end of a head, at most: of a head, or of trailers
+        self._num_ignored_bytes = 0  # of a body whose request has been answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Record the transport. A connection admitted as a probe gets ProbesOnly."""
@@ -315,7 +317,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Count the request, and record that its body is being received."""
         if self.parser.should_upgrade() and self._is_declined:
             return  # it comes again
-        self._num_head_bytes = 0
+        self._num_head_bytes = self._num_ignored_bytes = 0
         connection = self.connection
         connection.phase = BODY
         connection.num_waiting += 1
@@ -334,9 +336,14 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
-        """Count the bytes received of the body."""
+        """Count the bytes received of the body. Behind an early answer they are read, so that the answer arrives; not
+        without end."""
         self._num_head_bytes = 0
         self.connection.num_bytes += len(body)
+        if self.cycle is not None and self.cycle.response_complete:
+            self._num_ignored_bytes += len(body)
+            if self._num_ignored_bytes > MOST_IGNORED_BYTES:
+                self.transport.close()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -403,7 +410,7 @@ class PieceFlow(FlowControl):
 class LastCycle(RequestResponseCycle):
     """The answer behind which the connection ends. One that comes before the whole body (401, 413) is lost where the
     connection is closed at once: the system resets it, and many clients read nothing before they have sent all. So the
-    rest of the body is read first, within the limits for bodies."""
+    rest of the body is read first: up to MOST_IGNORED_BYTES, and while it makes the progress that bodies must make."""
 
     may_read_on = True
     reads_on = False

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from frontends.common import server
 from frontends.common.connection_limits import RefusalMetrics
 from frontends.common.server import ACCEPTS_PER_ROUND, MOST_AHEAD, FrontendServer
 
@@ -248,9 +249,9 @@ def send_all_then_read(head: bytes, body: bytes) -> bytes:
             return answer
 
     async def run() -> bytes:
-        listener = socket.create_server(("127.0.0.1", 0))
-        async with serving(listener, refuse):
-            return await asyncio.to_thread(client, listener.getsockname())
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            async with serving(listener, refuse):
+                return await asyncio.to_thread(client, listener.getsockname())
 
     return asyncio.run(run())
 
@@ -267,3 +268,12 @@ def test_nothing_is_written_behind_the_last_answer() -> None:
     head = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     answer = send_all_then_read(head, b"800000\r\n" + b"x" * 0x800000 + b"\r\nno chunk\r\n\r\n")
     assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("ends", [b"Connection: close\r\n", b""], ids=["close", "keep"])
+def test_a_refused_body_is_not_read_without_end(monkeypatch: pytest.MonkeyPatch, ends: bytes) -> None:
+    monkeypatch.setattr(server, "MOST_IGNORED_BYTES", 1024 * 1024)
+    head = b"POST / HTTP/1.1\r\nHost: x\r\n" + ends + b"Transfer-Encoding: chunked\r\n\r\n"
+    chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    with pytest.raises(ConnectionError):
+        send_all_then_read(head, chunk * 1024)
