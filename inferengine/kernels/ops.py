@@ -23,6 +23,7 @@ class Ops:
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rms_norm_add: Callable[..., torch.Tensor | None]
+    norm_queries_keys: Callable[..., None]
     layer_norm: Callable[..., torch.Tensor]
     silu_and_mul: Callable[..., torch.Tensor]
     gelu_tanh_and_mul: Callable[..., torch.Tensor]
@@ -50,6 +51,7 @@ REFERENCE = Ops(
     rms_norm=ops.rms_norm,
     add_rms_norm=ops.add_rms_norm,
     rms_norm_add=ops.rms_norm_add,
+    norm_queries_keys=ops.norm_queries_keys,
     layer_norm=ops.layer_norm,
     silu_and_mul=ops.silu_and_mul,
     gelu_tanh_and_mul=ops.gelu_tanh_and_mul,

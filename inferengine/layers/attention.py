@@ -59,6 +59,7 @@ class Attention(CachedAttention):
         self.sink_scores: torch.Tensor | None = None
         self.q_gain: torch.Tensor | None = None
         self.k_gain: torch.Tensor | None = None
+        self.norms_together: tuple[torch.Tensor, torch.Tensor] | None = None  # gains of norms that one kernel computes
 
     def mix(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Attend with packed qkv [T, (H + 2K) * D], or what `new_keys` says -> [T, H * D]; K and V of the batch's
@@ -109,11 +110,15 @@ class Attention(CachedAttention):
         if order is not None and self.has_wide_norms:
             for norm in (self.q_wide, self.k_wide):
                 norm.weight.data.copy_(_in_order(norm.weight.data.view(-1, self.head_dim), order).view_as(norm.weight))
+        if self.has_wide_norms and isinstance(self.q_wide, RMSNorm) and isinstance(self.k_wide, RMSNorm):
+            self.norms_together = self.q_wide.weight.data, self.k_wide.weight.data
 
     def _adjusted(self, qkv: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Norm and scale queries and keys in place as the kernels do not, before they rotate them."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        if self.has_wide_norms:
+        if self.norms_together is not None:
+            self.ops.norm_queries_keys(qkv, *self.norms_together, self.eps)
+        elif self.has_wide_norms:
             for norm, first, size in ((self.q_wide, 0, queries), (self.k_wide, queries, keys)):
                 part = qkv.narrow(1, first, size)
                 part.copy_(norm(part.contiguous()))

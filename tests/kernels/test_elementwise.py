@@ -3,7 +3,7 @@ import torch
 
 from inferengine.kernels.batch import NewKeys
 from inferengine.kernels.cuda.activation import gelu_tanh_and_mul, silu_and_mul
-from inferengine.kernels.cuda.norm import add_rms_norm, rms_norm, rms_norm_add
+from inferengine.kernels.cuda.norm import add_rms_norm, norm_queries_keys, rms_norm, rms_norm_add
 from inferengine.kernels.cuda.rope_kv_write import qkv_rope_write
 from tests.kernels.builders import reference_norm, reference_rope, relative_error, tolerance
 
@@ -44,6 +44,18 @@ def test_a_norm_that_is_added_gives_the_numbers_of_its_parts(width, dtype, follo
     assert (normed is not None) == follows
     if normed is not None:
         torch.testing.assert_close(normed, rms_norm(expected, next_weight, 1e-3), rtol=rounding, atol=2 * rounding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "keys"), [(256, 64), (96, 96), (1000, 40)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_queries_and_keys_are_normed_as_each_alone(num_tokens, queries, keys, dtype, device):
+    qkv = torch.randn(num_tokens, queries + 2 * keys, device=device).to(dtype)
+    q_weight, k_weight = torch.randn(queries, device=device).to(dtype), torch.randn(keys, device=device).to(dtype)
+    q, k, values = (part.clone() for part in qkv.split([queries, keys, keys], dim=1))
+    norm_queries_keys(qkv, q_weight, k_weight, 1e-5)
+    expected = torch.cat((rms_norm(q, q_weight, 1e-5), rms_norm(k, k_weight, 1e-5), values), dim=1)
+    assert torch.equal(qkv, expected)
 
 
 def test_a_norm_that_is_added_of_no_tokens(device):

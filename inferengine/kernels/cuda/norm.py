@@ -65,6 +65,26 @@ def rms_norm_add(
     return out
 
 
+def norm_queries_keys(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> None:
+    """Norm the queries of packed qkv [T, Q + K + ...] in place, all of a token together, by q_weight [Q]; and likewise
+    its keys by k_weight [K]."""
+    num_queries, num_keys = len(q_weight), len(k_weight)
+    if len(qkv):
+        block = triton.next_power_of_2(max(num_queries, num_keys))
+        _norm_queries_keys_kernel[(len(qkv), 2)](
+            qkv,
+            q_weight,
+            k_weight,
+            qkv.stride(0),
+            eps,
+            QUERIES=num_queries,
+            KEYS=num_keys,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+            **launch_options(supports_pdl(qkv.device)),
+        )
+
+
 def add_parts_rms_norm(
     parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,6 +186,38 @@ def _rms_norm_kernel(
         x = store_sum(x + tl.load(residual_row, mask=mask, other=0.0).to(tl.float32), residual_row, mask)
     result = normed(x, weight, eps, WIDTH)
     tl.store(out_ptr + token * out_stride + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_queries_keys_kernel(
+    x_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    x_stride,
+    eps,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Norm columns [0, QUERIES) and [QUERIES, QUERIES + KEYS) of x in place. Grid: (T, 2). A program computes the
+    queries or the keys of one token."""
+    allow_next(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    row = x_ptr + token * x_stride
+    if tl.program_id(1) == 0:
+        _norm_in_place(row + columns, q_weight_ptr + columns, columns < QUERIES, eps, QUERIES, PDL)
+    else:
+        _norm_in_place(row + QUERIES + columns, k_weight_ptr + columns, columns < KEYS, eps, KEYS, PDL)
+
+
+@triton.jit
+def _norm_in_place(at, weight_at, mask, eps, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    weight = tl.load(weight_at, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, normed(x, weight, eps, WIDTH).to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit

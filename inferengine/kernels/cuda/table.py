@@ -286,6 +286,7 @@ def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any
         "rms_norm": norm.rms_norm,
         "add_rms_norm": norm.add_rms_norm,
         "rms_norm_add": norm.rms_norm_add,
+        "norm_queries_keys": norm.norm_queries_keys,
         "layer_norm": layer_norm,
         "silu_and_mul": activation.silu_and_mul,
         "gelu_tanh_and_mul": activation.gelu_tanh_and_mul,

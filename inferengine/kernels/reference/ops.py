@@ -79,6 +79,14 @@ def rms_norm_add(
     return None if following is None else rms_norm(residual, *following)
 
 
+def norm_queries_keys(qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> None:
+    """Norm the queries of packed qkv [T, Q + K + ...] in place, all of a token together, by q_weight [Q]; and likewise
+    its keys by k_weight [K]."""
+    queries, keys, _ = qkv.split([len(q_weight), len(k_weight), qkv.shape[1] - len(q_weight) - len(k_weight)], dim=1)
+    queries.copy_(rms_norm(queries.contiguous(), q_weight, eps))
+    keys.copy_(rms_norm(keys.contiguous(), k_weight, eps))
+
+
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """Return LayerNorm of x [T, E]."""
     return functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
