@@ -27,6 +27,7 @@ class Ops:
     layer_norm: Callable[..., torch.Tensor]
     silu_and_mul: Callable[..., torch.Tensor]
     gelu_tanh_and_mul: Callable[..., torch.Tensor]
+    softcap: Callable[[torch.Tensor, float], torch.Tensor]
     linear: Callable[..., torch.Tensor]
     pack_linear: Callable[[torch.Tensor], Any]
     norm_linear: Callable[..., torch.Tensor]
@@ -55,6 +56,7 @@ REFERENCE = Ops(
     layer_norm=ops.layer_norm,
     silu_and_mul=ops.silu_and_mul,
     gelu_tanh_and_mul=ops.gelu_tanh_and_mul,
+    softcap=ops.softcap,
     linear=ops.linear,
     pack_linear=ops.pack_linear,
     norm_linear=ops.norm_linear,

@@ -101,4 +101,4 @@ class Head(nn.Module):
             logits = logits.mul_(self.scale)
         if self.softcap is None:
             return logits
-        return logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return self.ops.softcap(logits, self.softcap)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from inferengine.kernels.batch import NewKeys
-from inferengine.kernels.cuda.activation import gelu_tanh_and_mul, silu_and_mul
+from inferengine.kernels.cuda.activation import gelu_tanh_and_mul, silu_and_mul, softcap
 from inferengine.kernels.cuda.norm import add_rms_norm, norm_queries_keys, rms_norm, rms_norm_add
 from inferengine.kernels.cuda.rope_kv_write import qkv_rope_write
 from tests.kernels.builders import reference_norm, reference_rope, relative_error, tolerance
@@ -62,6 +62,17 @@ def test_a_norm_that_is_added_of_no_tokens(device):
     x, residual = torch.empty(2, 0, 64, device=device).unbind()
     weight = torch.ones(64, device=device)
     assert rms_norm_add(x, weight, 1e-5, residual) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [40, 5000])
+def test_a_softcap_limits_logits_of_any_size_in_place(width, dtype, device):
+    sizes = torch.logspace(-5, 3, width, device=device)
+    x = torch.stack((sizes, -sizes, torch.zeros_like(sizes))).to(dtype)
+    expected = 30.0 * (x.double() / 30.0).tanh()
+    capped = softcap(x, 30.0)
+    assert capped is x
+    torch.testing.assert_close(capped.double(), expected, rtol=tolerance(dtype), atol=1e-6)
 
 
 def test_norm_of_a_strided_view(device):

@@ -1,4 +1,5 @@
-"""Gated activations: act(gate) * up over [T, 2I], gate in the first half. Memory-bound, one read and one write."""
+"""Gated activations, act(gate) * up over [T, 2I] with the gate in the first half, and the softcap of logits.
+Memory-bound, one read and one write."""
 
 from __future__ import annotations
 
@@ -41,6 +42,24 @@ def _launch(x: torch.Tensor, out: torch.Tensor | None, activation: int) -> torch
     return out
 
 
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return cap * tanh(x / cap) of x [N, V], in place; computed in float32 and rounded once."""
+    num_rows, width = x.shape
+    if num_rows:
+        block = min(2048, triton.next_power_of_2(width))
+        _softcap_kernel[(num_rows, triton.cdiv(width, block))](
+            x,
+            x.stride(0),
+            cap,
+            1.0 / cap,
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=4,
+            **launch_options(supports_pdl(x.device)),
+        )
+    return x
+
+
 @triton.jit
 def tanh(x):
     """tanh by exp, whose overflow to inf still gives 1."""
@@ -80,3 +99,17 @@ def _gated_kernel(
     right = tl.load(row + WIDTH, mask=mask, other=0.0).to(tl.float32)
     result = gate(left, ACTIVATION) * right
     tl.store(out_ptr + token * out_stride + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softcap_kernel(x_ptr, x_stride, cap, inverse, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Limit x [N, WIDTH] to [-cap, cap] in place. Grid: (N, blocks of columns)."""
+    allow_next(PDL)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    at = x_ptr + tl.program_id(0).to(tl.int64) * x_stride + columns
+    wait_for_previous(PDL)
+    y = tl.load(at, mask=mask, other=0.0).to(tl.float32) * inverse
+    square = y * y
+    series = y * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15)))  # tanh() takes 1 from what is nearly 1 there
+    tl.store(at, (cap * tl.where(square < 0.01, series, tanh(y))).to(at.dtype.element_ty), mask=mask)

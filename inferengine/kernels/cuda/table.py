@@ -290,6 +290,7 @@ def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any
         "layer_norm": layer_norm,
         "silu_and_mul": activation.silu_and_mul,
         "gelu_tanh_and_mul": activation.gelu_tanh_and_mul,
+        "softcap": activation.softcap,
         "linear": kernels.linear,
         "pack_linear": pack_linear,
         "norm_linear": kernels.norm_linear,

@@ -104,6 +104,11 @@ def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
     return functional.gelu(gate, approximate="tanh").mul_(up)
 
 
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return cap * tanh(x / cap) of x [N, V], in place (Gemma 2)."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
 def pack_linear(weight: torch.Tensor) -> Any:
     """Put a weight into the layout that the CPU reads fastest; `linear` takes what comes back.
 
