@@ -264,7 +264,7 @@ def _read_query(request: Request, kind: type[Any]) -> Any:
     given: dict[str, Any] = dict(request.query_params)
     if "limit" in given:
         if not _WHOLE.fullmatch(given["limit"]):
-            raise InvalidRequest("limit", "must be a whole number")
+            raise InvalidRequest("limit", "must be a whole number without a sign")
         given["limit"] = int(given["limit"])
     return read_fields(kind, given)
 
