@@ -164,6 +164,14 @@ GLM_4_9B = {
     "partial_rotary_factor": 0.5, "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "silu",
     "eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329, "torch_dtype": "bfloat16",
 }  # fmt: skip
+GRANITE_3_3_8B = {
+    "architectures": ["GraniteForCausalLM"], "model_type": "granite", "vocab_size": 49159, "hidden_size": 4096,
+    "intermediate_size": 12800, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 10000000.0, "rope_scaling": None,
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, "residual_multiplier": 0.22,
+    "logits_scaling": 16.0, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+    "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 SHAPES: dict[str, dict[str, Any]] = {
     "embedded": EMBEDDED_SHAPE,
@@ -189,6 +197,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-1.7b": SMOLLM2_1_7B,
     "olmo-2-7b": OLMO_2_7B,
     "glm-4-9b": GLM_4_9B,
+    "granite-3.3-8b": GRANITE_3_3_8B,
 }
 
 

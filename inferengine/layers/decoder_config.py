@@ -106,9 +106,9 @@ class DecoderConfig:
     activation: str = "silu"
     attention_softcap: float | None = None
     logits_softcap: float | None = None
-    embedding_scale: float | None = None  # of token embeddings, rounded to the weights' type
+    embedding_scale: float | None = None  # of token embeddings
+    rounds_embedding_scale: bool = False  # to the weights' type, as Gemma's are trained
     logits_scale: float | None = None
-    residual_scale: float = 1.0  # of what each block adds to the residual stream
     norm: str = "rms"  # rms | layer (with biases) | layer_without_bias
     pre_norms: bool = True  # each block's input is normed
     post_norms: bool = False  # each block's output is normed before it joins the residual stream
@@ -141,7 +141,7 @@ class DecoderConfig:
     @property
     def is_plain(self) -> bool:
         """Return whether a layer is Llama's: two gated blocks one after the other, RMS norms before them."""
-        serial = self.pre_norms and not self.post_norms and not self.parallel and self.residual_scale == 1.0
+        serial = self.pre_norms and not self.post_norms and not self.parallel
         return serial and self.gated_mlp and self.norm == "rms"
 
     @cached_property

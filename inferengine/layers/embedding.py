@@ -12,14 +12,17 @@ from inferengine.layers.norm import Norm, RMSNorm
 
 
 class TokenEmbedding(nn.Module):
-    """[T] ids -> [T, E]. `scale` multiplies the rows (Gemma), rounded to the weight's type as transformers does."""
+    """[T] ids -> [T, E]. `scale` multiplies the rows; with `rounds_scale` (Gemma) it is rounded to the weight's type
+    first, as transformers does."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, scale: float | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, scale: float | None = None, rounds_scale: bool = False
+    ) -> None:
         super().__init__()
         weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
         self.shape = (vocab_size, hidden_size)
         self.weight: nn.Parameter | None = weight  # None where `source` or `packed` stands for it
-        self.scale = scale
+        self.scale, self.rounds_scale = scale, rounds_scale
         self.source: Any = None  # what a quantized checkpoint stores instead of `weight`
         self.packed: Any = None
         self.ops: Ops | None = None  # of a packed weight
@@ -32,10 +35,13 @@ class TokenEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [T, E] of ids [T]."""
-        rows = self._rows(ids)
-        if self.scale is not None:
-            rows.mul_(torch.tensor(self.scale, dtype=rows.dtype).item())
-        return rows
+        return self.scaled(self._rows(ids))
+
+    def scaled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows of the table by the scale, in place."""
+        if self.scale is None:
+            return rows
+        return rows.mul_(torch.tensor(self.scale, dtype=rows.dtype).item() if self.rounds_scale else self.scale)
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         if self.weight is not None:

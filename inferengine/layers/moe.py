@@ -182,17 +182,17 @@ class MoeMLP(Experts):
                 own = self.communicator.all_reduce(own)
                 normed, residual = self.ops.add_rms_norm(own, residual, gain, following.eps)
             return residual, normed
-        logits = self._add_shared(residual, x, 1.0)
+        logits = self._add_shared(residual, x)
         if not isinstance(following, RMSNorm) or self.ops.add_experts_norm is None:
             return self.ops.add_experts(x, logits, self.routing, self.packed, residual), None
         return self.ops.add_experts_norm(x, logits, self.routing, self.packed, residual, following.gain, following.eps)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor:
-        """Add scale * this block of x [T, E] to residual [T, E], in place."""
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add this block of x [T, E] to residual [T, E], in place."""
         if self.communicator is not None:
-            return residual.add_(self.communicator.all_reduce(self._own(x)), alpha=scale)
-        logits = self._add_shared(residual, x, scale)
-        return self.ops.add_experts(x, logits, self.routing, self.packed, residual, scale)
+            return residual.add_(self.communicator.all_reduce(self._own(x)))
+        logits = self._add_shared(residual, x)
+        return self.ops.add_experts(x, logits, self.routing, self.packed, residual)
 
     def of_scored(self, x: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
         """Return what the experts make of x [T, E], chosen by the scores of `scored` [T, E]."""
@@ -202,10 +202,10 @@ class MoeMLP(Experts):
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         """Return what this rank's experts, and its part of the shared block, make of x [T, E]."""
         out = torch.zeros_like(x)
-        logits = self._add_shared(out, x, 1.0)
+        logits = self._add_shared(out, x)
         return self.ops.add_experts(x, logits, self.routing, self.packed, out)
 
-    def _add_shared(self, residual: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor:
+    def _add_shared(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Add the shared block's part, and return the scores of the experts."""
         scores: torch.Tensor = self.router(x)
         if self.shared is None:
@@ -215,7 +215,7 @@ class MoeMLP(Experts):
         if self.config.gated_shared:
             logits = scores.narrow(1, 0, self.config.num_experts)
             out = out.mul_(torch.sigmoid(scores.narrow(1, self.config.num_experts, 1)))
-        residual.add_(out, alpha=scale)
+        residual.add_(out)
         return logits
 
 

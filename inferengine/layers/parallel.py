@@ -210,7 +210,7 @@ class VocabularyParallelEmbedding(TokenEmbedding):
         self, whole: TokenEmbedding, rows: int, span: DimensionRange, communicator: Communicator | None
     ) -> None:
         assert whole.weight is not None  # nothing is packed yet
-        super().__init__(rows, whole.weight.shape[1], scale=whole.scale)
+        super().__init__(rows, whole.weight.shape[1], scale=whole.scale, rounds_scale=whole.rounds_scale)
         self.span, self.communicator = span, communicator
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -220,9 +220,7 @@ class VocabularyParallelEmbedding(TokenEmbedding):
         elsewhere = (own < 0) | (own >= self.span.size)
         rows = self._rows(own.masked_fill_(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(1), 0.0)
         self.communicator.all_reduce(rows)
-        if self.scale is not None:
-            rows.mul_(torch.tensor(self.scale, dtype=rows.dtype).item())
-        return rows
+        return self.scaled(rows)
 
 
 class VocabularyParallelHead(Head):

@@ -123,7 +123,7 @@ class LlamaLayer(nn.Module):
         inputs = config.layer_inputs
         self.gate = None if inputs is None else LayerInputGate(ops, inputs, config.hidden_size, config.norm_eps)
         self.output_scale = nn.Parameter(torch.empty(1), requires_grad=False) if config.layer_scales else None
-        self.is_plain, self.is_parallel, self.scale = config.is_plain, bool(config.parallel), config.residual_scale
+        self.is_plain, self.is_parallel = config.is_plain, bool(config.parallel)
         self.following: tuple[Norm | None] = (None,)  # the next layer's first norm; in a tuple: not a submodule
         self.ops, self.reads_norms = ops, False
 
@@ -167,7 +167,7 @@ class LlamaLayer(nn.Module):
         mixed = attention.mix(attention.qkv.of_norm(x, self.attention_norm, normed), batch)
         x, normed = self._add(x, attention.out, mixed, self.attention_out_norm, self.mlp_norm)
         if isinstance(mlp, MoeMLP):
-            return mlp.add_to(x, _input_of(x, self.mlp_norm, normed), self.scale), None
+            return mlp.add_to(x, _input_of(x, self.mlp_norm, normed)), None
         hidden = mlp.hidden(x, self.mlp_norm, normed)
         if self.beside is None:
             x, normed = self._add(x, mlp.down, hidden, self.mlp_out_norm, self.following[0])
@@ -181,13 +181,13 @@ class LlamaLayer(nn.Module):
     def _add(
         self, x: torch.Tensor, linear: Linear, inputs: torch.Tensor, norm: Norm | None, following: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add scale * norm(linear(inputs)) to x, in place. Return it, and its norm by `following` where that is
+        """Add norm(linear(inputs)) to x, in place. Return it, and its norm by `following` where that is
         computed on the way."""
-        if norm is None and self.scale == 1.0:
+        if norm is None:
             return linear.add_to(x, inputs), None
         out = linear(inputs)
-        if not isinstance(norm, RMSNorm) or self.scale != 1.0:
-            return x.add_(out if norm is None else norm(out), alpha=self.scale), None
+        if not isinstance(norm, RMSNorm):
+            return x.add_(norm(out)), None
         after = None
         if self.reads_norms and isinstance(following, RMSNorm):
             after = following.gain, following.eps
@@ -211,7 +211,12 @@ class Llama(DecoderModel):
         super().__init__()
         self.can_keep = config.is_plain and config.layer_inputs is None and not config.states
         self.can_be_captured = config.is_causal  # else attention needs to know where rows begin
-        self.embed = TokenEmbedding(config.vocab_size, config.hidden_size, scale=config.embedding_scale)
+        self.embed = TokenEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            scale=config.embedding_scale,
+            rounds_scale=config.rounds_embedding_scale,
+        )
         self.unused_positions = config.learned_positions
         if self.unused_positions is not None:
             self.positions = TokenEmbedding(config.max_position + self.unused_positions, config.hidden_size)

@@ -94,14 +94,14 @@ def compare(layer: Layer, tokens: int, device: torch.device, *, deterministic: b
     x, logits = torch.randn(tokens, layer.width), torch.randn(tokens, NUM_EXPERTS)
     residual, routing = torch.randn(tokens, layer.width), Routing(CHOSEN, True)
     plain = layer.pack(reference, layer.numbers, CPU, torch.float32)
-    expected = reference.add_experts(x, logits, routing, plain, residual.clone(), 0.7)
+    expected = reference.add_experts(x, logits, routing, plain, residual.clone())
     on_cpu = layer.pack(reference, layer.packed, CPU, torch.float32)
-    found = reference.add_experts(x, logits, routing, on_cpu, residual.clone(), 0.7)
+    found = reference.add_experts(x, logits, routing, on_cpu, residual.clone())
     assert relative_error(found, expected.double()) < 1e-6
     own = layer.pack(mixture, [moved(each, device) for each in layer.packed], device, torch.float16)
     kernels = mixture.MoeKernels(deterministic=deterministic)
     rows = (x.to(device).half(), logits.to(device), routing, own, residual.to(device).half())
-    assert relative_error(kernels.add_experts(*rows, 0.7).cpu(), expected.double()) < 3e-3
+    assert relative_error(kernels.add_experts(*rows).cpu(), expected.double()) < 3e-3
 
 
 @pytest.mark.parametrize("tokens", [FEW, SOME, MANY])

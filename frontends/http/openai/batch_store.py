@@ -524,7 +524,9 @@ class BatchStore:
             return _problem("invalid_json_line", "must be an object")
         custom_id, body = line.get("custom_id"), line.get("body")
         if not isinstance(custom_id, str) or not 0 < len(custom_id) <= CUSTOM_ID_CHARACTERS:
-            return _problem("invalid_custom_id", f"must be a text of 1 to {CUSTOM_ID_CHARACTERS} characters", "custom_id")
+            return _problem(
+                "invalid_custom_id", f"must be a text of 1 to {CUSTOM_ID_CHARACTERS} characters", "custom_id"
+            )
         if line.get("method") != "POST":
             return _problem("invalid_method", "must be POST", "method")
         if line.get("url") != endpoint:

@@ -637,7 +637,7 @@ def _layer(graph: Graph, config: DecoderConfig, layer: LlamaLayer, x: str, atten
     """Add one layer's nodes, as LlamaLayer.forward computes it: residual stream [T, E] -> [T, E]."""
 
     def add(x: str, block: str, norm: nn.Module | None) -> str:
-        return graph.op("Add", x, graph.scaled(graph.norm(block, norm), config.residual_scale))
+        return graph.op("Add", x, graph.norm(block, norm))
 
     attention = layer.attention
     assert isinstance(attention, Attention)  # `require_supported` refused latents

@@ -94,9 +94,9 @@ def _of_best_groups(scores: torch.Tensor, groups: tuple[int, int], counted: int)
 
 
 def add_experts(
-    x: torch.Tensor, logits: torch.Tensor, routing: Routing, experts: Any, residual: torch.Tensor, scale: float = 1.0
+    x: torch.Tensor, logits: torch.Tensor, routing: Routing, experts: Any, residual: torch.Tensor
 ) -> torch.Tensor:
-    """Add to residual [T, E] scale * the weighted sum of what each token's experts make of x [T, E]."""
+    """Add to residual [T, E] the weighted sum of what each token's experts make of x [T, E]."""
     chosen, weights = route(logits, routing)
     if routing.held is not None:
         first, count = routing.held
@@ -118,7 +118,7 @@ def add_experts(
             outputs[first:last] = _product(hidden, experts.down[expert], bias)
             first = last
     outputs.mul_(weights.flatten()[order].unsqueeze(1).to(outputs.dtype))
-    return residual.index_add_(0, tokens, outputs, alpha=scale)
+    return residual.index_add_(0, tokens, outputs)
 
 
 def add_experts_norm(

@@ -19,7 +19,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     config.expect("use_bidirectional_attention", False)
     windows = (None,) * config.integer("num_hidden_layers")
     shared = llama.read_decoder(config, windows, llama.Defaults(head_dim=256, activations=ACTIVATIONS, tied=True))
-    return dataclasses.replace(shared, embedding_scale=shared.hidden_size**0.5)
+    return dataclasses.replace(shared, embedding_scale=shared.hidden_size**0.5, rounds_embedding_scale=True)
 
 
 def weight_map(config: DecoderConfig) -> WeightMap:

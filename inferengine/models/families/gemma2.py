@@ -33,6 +33,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         attention_softcap=_cap(config, "attn_logit_softcapping", 50.0),
         logits_softcap=_cap(config, "final_logit_softcapping", 30.0),
         embedding_scale=shared.hidden_size**0.5,
+        rounds_embedding_scale=True,
         post_norms=True,
     )
 

@@ -58,6 +58,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         activation="gelu_tanh",
         logits_softcap=config.optional_number("final_logit_softcapping"),
         embedding_scale=hidden_size**0.5,
+        rounds_embedding_scale=True,
         post_norms=True,
         is_causal=not sees_later,
         dtype=config.dtype(),

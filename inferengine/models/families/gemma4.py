@@ -76,6 +76,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         activation="gelu_tanh",
         logits_softcap=config.optional_number("final_logit_softcapping"),
         embedding_scale=hidden_size**0.5,
+        rounds_embedding_scale=True,
         post_norms=True,
         full_kv=None if full == shape else full,
         full_keys_as_values=keys_as_values,

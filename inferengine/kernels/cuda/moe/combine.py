@@ -14,13 +14,12 @@ def add_weighted(
     outputs: torch.Tensor,
     weights: torch.Tensor,
     residual: torch.Tensor,
-    scale: float = 1.0,
     gain: torch.Tensor | None = None,
     eps: float = 0.0,
     *,
     is_part: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """residual [T, E] += scale * sum over k of weights [T, k] * outputs [T * k, E], in place and in order. Returned
+    """residual [T, E] += sum over k of weights [T, k] * outputs [T * k, E], in place and in order. Returned
     beside it: rms_norm of the sum as it is stored, where there is a `gain` [E].
     With `is_part` outputs of no weight are not read."""
     rows, width = residual.shape
@@ -33,7 +32,6 @@ def add_weighted(
         residual if gain is None else gain,
         out,
         residual.stride(0),
-        scale,
         eps,
         WIDTH=width,
         BLOCK=block,
@@ -46,7 +44,7 @@ def add_weighted(
     return residual, None if gain is None else out
 
 
-@triton.jit(do_not_specialize=["scale", "eps"])
+@triton.jit(do_not_specialize=["eps"])
 def _combine_kernel(
     outputs_ptr,
     weights_ptr,
@@ -54,7 +52,6 @@ def _combine_kernel(
     gain_ptr,
     out_ptr,
     residual_stride,
-    scale,
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -83,7 +80,7 @@ def _combine_kernel(
             there = mask & (columns * 0.0 + weight != 0.0)
         total += weight * tl.load(outputs_ptr + (token * K + j) * WIDTH + columns, mask=there, other=0.0).to(tl.float32)
     residual_at = residual_ptr + token * residual_stride + columns
-    total = total * scale + tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
     stored = store_sum(total, residual_at, mask)
     if NORM:
         result = normed(stored, gain, eps, WIDTH)

@@ -157,13 +157,12 @@ class MoeKernels:
         routing: Routing,
         experts: CudaExperts,
         residual: torch.Tensor,
-        scale: float = 1.0,
     ) -> torch.Tensor:
-        """Add scale * the weighted sum of the chosen experts' outputs for x [T, E] to `residual` [T, E], in place."""
+        """Add the weighted sum of the chosen experts' outputs for x [T, E] to `residual` [T, E], in place."""
         if not len(x):
             return residual
         outputs, weights = self._outputs(x, logits, routing, experts)
-        return add_weighted(outputs, weights, residual, scale, is_part=routing.held is not None)[0]
+        return add_weighted(outputs, weights, residual, is_part=routing.held is not None)[0]
 
     def add_experts_norm(
         self,
@@ -179,7 +178,7 @@ class MoeKernels:
         if not len(x):
             return residual, residual
         outputs, weights = self._outputs(x, logits, routing, experts)
-        return add_weighted(outputs, weights, residual, 1.0, gain, eps, is_part=routing.held is not None)
+        return add_weighted(outputs, weights, residual, gain, eps, is_part=routing.held is not None)
 
     def _outputs(
         self, x: torch.Tensor, logits: torch.Tensor, routing: Routing, experts: CudaExperts
