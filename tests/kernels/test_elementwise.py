@@ -55,7 +55,8 @@ def test_queries_and_keys_are_normed_as_each_alone(num_tokens, queries, keys, dt
     q, k, values = (part.clone() for part in qkv.split([queries, keys, keys], dim=1))
     norm_queries_keys(qkv, q_weight, k_weight, 1e-5)
     expected = torch.cat((rms_norm(q, q_weight, 1e-5), rms_norm(k, k_weight, 1e-5), values), dim=1)
-    assert torch.equal(qkv, expected)
+    rounding = 1e-6 if dtype == torch.float32 else 0.0  # two kernels may sum a row's squares in another order
+    torch.testing.assert_close(qkv, expected, rtol=rounding, atol=rounding)
 
 
 def test_a_norm_that_is_added_of_no_tokens(device):
