@@ -6,7 +6,7 @@ import ast
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,29 @@ def test_several_cards_and_the_same_room_are_given_to_a_process(run: Callable[..
 def test_a_quick_comparison_asks_once_for_what_it_times(run: Callable[..., int], tmp_path: Path) -> None:
     assert run("--quick", "--rows", "2", "--workloads", "decode,short-greedy") == ExitCode.OK
     lines = (tmp_path / "peer.log").read_text().splitlines()
-    assert len([line for line in lines if line.startswith("generates")]) == 3 + 3 + 1, "3 to warm up, 3 of 2 rows"
+    generated = len([line for line in lines if line.startswith("generates")])
+    assert generated == 3 + 3 + 2, "3 to warm up, 3 of 2 rows, the load once before it is timed"
     found = json.loads((tmp_path / "found.json").read_text())
     assert [row["workload"] for row in found["rows"]] == ["load and warm-up", "decode 2", "short"]
+
+
+def test_a_load_runs_once_before_it_is_timed() -> None:
+    """What an engine compiles or caches when it first meets a load is not part of the figure."""
+    asked: list[tuple[int, float]] = []
+
+    class Counting:
+        def generate_s(
+            self, prompts: Sequence[list[int]], outputs: Sequence[int], drawing: compare.Drawing = compare.GREEDY
+        ) -> float:
+            asked.append((len(prompts), drawing.top_p))
+            return 60.0 if (len(prompts), drawing.top_p) not in asked[:-1] else 1.0
+
+    found: dict[str, float] = {}
+    compare.measure(
+        Counting(), 500, ["short"], [], 4096, lambda name, unit, value: found.update({name: value}), quick=True
+    )
+    assert asked[-4:] == [(400, 1.0), (400, 1.0), (400, 0.95), (400, 0.95)]
+    assert all(value > 25_000 for value in found.values()), found
 
 
 def test_drawn_decodes_are_a_workload_of_their_own(run: Callable[..., int], tmp_path: Path) -> None:
