@@ -17,7 +17,7 @@ from starlette.responses import Response
 from frontends.common.chat import read_chat_prompt
 from frontends.common.errors import anthropic_error, flatten_tool_field, rename_field, sentence
 from frontends.common.generation import ChoiceOutput, Output, Piece, RequestOutput, Usage, draft_token_counts
-from frontends.common.json import event, read_fields, read_flag
+from frontends.common.json import event, read_fields, read_flag, read_mapping
 from frontends.http.bodies import SAMPLING, MessagesFields, MessagesPromptFields, check_model, read_json
 from frontends.http.openai.completions import ChatRequest, read_chat
 from frontends.http.respond import JsonBytes, RouteHandler, answer
@@ -230,7 +230,8 @@ def _add_thinking(chat: dict[str, Any], fields: MessagesPromptFields) -> None:
     if kind is not None:
         if not isinstance(kind, str):
             raise InvalidRequest("thinking.type", "must be enabled, adaptive or disabled")
-        chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled", **chat.get("chat_template_kwargs", {})}
+        given = read_mapping(chat, "chat_template_kwargs")
+        chat["chat_template_kwargs"] = {"enable_thinking": kind != "disabled", **given}
 
 
 def _string(block: dict[str, Any], name: str, where: str) -> str:

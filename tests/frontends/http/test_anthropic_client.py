@@ -180,6 +180,19 @@ def test_what_must_be_said_is_said_though_it_is_null(client: anthropic.Anthropic
     assert raw.request_id == raw.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("thinking", [None, {"type": "enabled", "budget_tokens": 1024}])
+@pytest.mark.parametrize("variables", ["fast", 5, [1], [["a", 1]], True])
+def test_template_variables_that_are_no_object_are_refused_by_name(
+    served: House, path: str, thinking: dict[str, Any] | None, variables: Any
+) -> None:
+    response = served.post(path, max_tokens=8, messages=HELLO, thinking=thinking, chat_template_kwargs=variables)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert "chat_template_kwargs" in response.json()["error"]["message"]
+    assert served.engine.submits == []
+
+
 def test_models_in_its_own_shape(client: anthropic.Anthropic) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.display_name, model.type, model.lifecycle) == ("tiny", "tiny", "model", "active")
