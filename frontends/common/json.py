@@ -30,6 +30,7 @@ LARGE = 256 * 1024  # bytes or characters: parsing less takes 0.2 to 3 ms, about
 GIVE_BACK_AFTER_S = 0.5
 MOST_CONTAINERS = 100_000  # lists and objects: 8 MB of empty ones would take a second
 MAX_PATH_CHARACTERS = 100
+MAX_DIGITS = 9
 DONE = b"data: [DONE]\n\n"
 
 Result = TypeVar("Result")
@@ -190,6 +191,15 @@ def read_mapping(body: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest(name, "must be an object")
     return value
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that digits of ASCII write, as in a query; None for any other text, and for a number of more
+    than MAX_DIGITS digits. Zeros before it change nothing."""
+    digits = text.lstrip("0")
+    if not (text.isascii() and text.isdecimal()) or len(digits) > MAX_DIGITS:
+        return None
+    return int(digits or "0")
 
 
 def read_token_ids(value: Any, name: str) -> list[int]:

@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from frontends.common.auth import ANYBODY, ApiKey
-from frontends.common.json import read_fields
+from frontends.common.json import read_fields, whole_number
 from frontends.http.bodies import MAX_METADATA, read_json
 from frontends.http.openai.batch_store import CHUNK_BYTES, DAY_S, ENDPOINTS, KEEP_S
 from frontends.http.respond import JsonBytes
@@ -34,7 +34,6 @@ SHORTEST_KEEP_S = 3600
 MAX_WINDOW_S = 7 * DAY_S
 _WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
 _UNITS = {"m": 60, "h": 3600, "d": DAY_S}
-_WHOLE = re.compile(r"\d{1,6}")
 
 MetadataText = Annotated[str, Meta(max_length=512)]
 
@@ -157,14 +156,14 @@ def _read_purpose(fields: dict[str, str]) -> tuple[str, int]:
     purpose = fields.get("purpose", "")
     if purpose != "batch":
         raise InvalidRequest("purpose", "must be batch: nothing else is done with files here", code="unsupported")
-    seconds = fields.get("expires_after[seconds]", str(KEEP_S))
-    if not _WHOLE.fullmatch(seconds) and seconds != str(KEEP_S):
+    seconds = whole_number(fields.get("expires_after[seconds]", str(KEEP_S)))
+    if seconds is None:
         raise InvalidRequest("expires_after[seconds]", "must be a whole number")
-    if not SHORTEST_KEEP_S <= int(seconds) <= KEEP_S:
+    if not SHORTEST_KEEP_S <= seconds <= KEEP_S:
         raise InvalidRequest("expires_after[seconds]", f"must lie in [{SHORTEST_KEEP_S}, {KEEP_S}]")
     if fields.get("expires_after[anchor]", "created_at") != "created_at":
         raise InvalidRequest("expires_after[anchor]", "must be created_at")
-    return purpose, int(seconds)
+    return purpose, seconds
 
 
 async def files(request: Request) -> Response:
@@ -263,9 +262,9 @@ def _key(request: Request) -> ApiKey:
 def _read_query(request: Request, kind: type[Any]) -> Any:
     given: dict[str, Any] = dict(request.query_params)
     if "limit" in given:
-        if not _WHOLE.fullmatch(given["limit"]):
+        given["limit"] = whole_number(given["limit"])
+        if given["limit"] is None:
             raise InvalidRequest("limit", "must be a whole number without a sign")
-        given["limit"] = int(given["limit"])
     return read_fields(kind, given)
 
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from frontends.common.auth import tenant_of
 from frontends.common.generation import ChoiceOutput, Output, Piece, RequestOutput, Usage
-from frontends.common.json import read_fields
+from frontends.common.json import read_fields, whole_number
 from frontends.http.bodies import MetadataFields, read_json
 from frontends.http.openai.response_store import ResponseStore, StoredResponse
 from frontends.http.respond import Format, JsonBytes
@@ -125,8 +125,8 @@ def page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str], *, order:
 
     `order`: the default order. Raises InvalidRequest.
     """
-    limit, order = query.get("limit", str(PAGE)), query.get("order", order)
-    if not limit.isdecimal() or not 1 <= int(limit[:5]) <= MAX_PAGE:
+    limit, order = whole_number(query.get("limit", str(PAGE))), query.get("order", order)
+    if limit is None or not 1 <= limit <= MAX_PAGE:
         raise InvalidRequest("limit", f"must be a whole number from 1 to {MAX_PAGE}")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order", "must be asc or desc")
@@ -136,7 +136,7 @@ def page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str], *, order:
         if place is None:
             raise InvalidRequest("after", "is not the id of an entry of this list")
         found = found[place + 1 :]
-    shown = found[: int(limit)]
+    shown = found[:limit]
     return {
         "object": "list",
         "data": shown,

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from frontends.common.engine_stats import CONTENT_TYPE, metrics_text, stats_document
 from frontends.common.errors import dialect_of, scrubbed
+from frontends.common.json import whole_number
 from frontends.http.respond import JsonBytes
 from frontends.http.state import HttpState
 from inferengine import __version__
@@ -144,8 +145,8 @@ def _anthropic_card(card: dict[str, Any]) -> dict[str, Any]:
 
 def _page(cards: list[dict[str, Any]], query: Mapping[str, str]) -> tuple[list[dict[str, Any]], bool]:
     """Return a page by Anthropic's `limit`, `after_id` and `before_id`, and whether there are more beyond it."""
-    limit = query.get("limit", "20")
-    if not limit.isdecimal() or not 1 <= int(limit[:5]) <= MAX_PAGE:
+    limit = whole_number(query.get("limit", "20"))
+    if limit is None or not 1 <= limit <= MAX_PAGE:
         raise InvalidRequest("limit", f"must be a whole number from 1 to {MAX_PAGE}")
     ids = [card["id"] for card in cards]
     for name in ("after_id", "before_id"):
@@ -153,9 +154,9 @@ def _page(cards: list[dict[str, Any]], query: Mapping[str, str]) -> tuple[list[d
             raise InvalidRequest(name, "is not a model of this list")
     if (last := query.get("before_id")) is not None:
         before = cards[: ids.index(last)]
-        return before[-int(limit) :], len(before) > int(limit)
+        return before[-limit:], len(before) > limit
     after = cards[ids.index(query["after_id"]) + 1 :] if "after_id" in query else cards
-    return after[: int(limit)], len(after) > int(limit)
+    return after[:limit], len(after) > limit
 
 
 def _engine_health(service: HttpState, item: EngineHealth) -> dict[str, Any]:

@@ -256,6 +256,46 @@ def test_a_body_of_very_many_lists_is_refused(served: House) -> None:
     assert "100000 lists and objects" in message
 
 
+LISTS = ("/v1/chat/completions", "/v1/models", "/v1/files", "/v1/batches")
+AS_ANTHROPIC = {"anthropic-version": "2023-06-01"}  # whose list of models has pages
+
+
+@pytest.mark.parametrize("path", LISTS)
+@pytest.mark.parametrize(
+    "limit",
+    [
+        "0",
+        "-1",
+        "+1",
+        "1.0",
+        "1e1",
+        " 1",
+        "",
+        "x",
+        "\u0663",
+        "00000",
+        "00100001",
+        f"0000{'1' * 3000}",
+        f"0000{'1' * 5000}",
+        f"{'0' * 5000}99999999999",
+    ],
+    ids=lambda limit: repr(limit[:12]),
+)
+def test_a_limit_that_is_no_number_of_entries_is_refused_by_name(served: House, path: str, limit: str) -> None:
+    response = served.http.get(path, params={"limit": limit}, headers=AS_ANTHROPIC if path == "/v1/models" else {})
+    assert response.status_code == 400, response.text
+    assert "limit" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", LISTS)
+@pytest.mark.parametrize("zeros", [1, 6, 5000])
+def test_zeros_before_a_limit_change_nothing(served: House, path: str, zeros: int) -> None:
+    headers = AS_ANTHROPIC if path == "/v1/models" else {}
+    plain = served.http.get(path, params={"limit": "7"}, headers=headers)
+    response = served.http.get(path, params={"limit": "0" * zeros + "7"}, headers=headers)
+    assert (response.status_code, response.json()) == (200, plain.json())
+
+
 def test_both_halves_of_a_pair_are_a_character(served: House) -> None:
     served.script = says("fox")
     assert served.http.post(COMPLETIONS, content=b'{"prompt": "\\ud83c\\udf89"}').status_code == 200
