@@ -86,7 +86,8 @@ async def completions(request: Request) -> Response:
     options = read_options(body, config, label=label, continues_prompt=True)
     keep = read_truncation(body, served, max_tokens)
     prompts = await read_prompts(body, served, config.limits, keep=keep)
-    check_prompt_logprobs(prompts, params, config.limits, "prompt_logprobs" if prompt_logprobs else "logprobs")
+    asked_by = "prompt_logprobs" if prompt_logprobs == params.prompt_logprobs else "logprobs"  # the larger one
+    check_prompt_logprobs(prompts, params, config.limits, asked_by)
     texts = _echoed(body["prompt"], prompts, served, keep) if echo else None
     num_choices = len(prompts) * params.n
     reply = answer_metadata(f"cmpl-{label}", body, served, streaming, extras, logprobs, prompt_logprobs)
@@ -252,6 +253,7 @@ async def _read_chat(service: HttpState, body: dict[str, Any], request_id: str) 
     params = prompt.adjusted(params)
     if (prompt_logprobs := read_prompt_logprobs(body, streaming, config.limits)) is not None:
         params = params.replace(prompt_logprobs=prompt_logprobs)
+        check_prompt_logprobs([prompt.prompt_ids], params, config.limits, "prompt_logprobs")
     reply = answer_metadata(f"chatcmpl-{label}", body, served, streaming, extras, logprobs, prompt_logprobs)
     return ChatRequest(served, prompt, params, options, reply, fields)
 

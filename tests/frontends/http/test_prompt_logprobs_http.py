@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.frontends.http.builders import house
 from tests.frontends.http.embedded import Embedded
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -139,3 +140,24 @@ def test_more_than_one_answer_may_hold_is_refused_with_the_remedy(embedded: Embe
     error = response.json()["error"]
     assert error["param"] == "prompt_logprobs"
     assert "fewer alternatives, choices or prompts" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [(COMPLETIONS, {"prompt": [5] * 20}), (CHAT, {"messages": [{"role": "user", "content": "the quick brown fox"}]})],
+)
+def test_the_configured_limit_holds_before_the_engine_sees_the_request(path: str, prompt: dict[str, Any]) -> None:
+    with house(limits={"max_prompt_logprobs": 60}) as served:
+        for values in (
+            {"prompt_logprobs": 5},
+            {"prompt_logprobs": 0, "n": 16, "temperature": 1},
+            {"prompt_logprobs": 1, "n": 8, "temperature": 1},
+        ):
+            response = served.post(path, max_tokens=1, **prompt, **values)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert (error["param"], error["code"]) == ("prompt_logprobs", "invalid_request")
+            assert "at most 60" in error["message"]
+        assert served.engine.submits == []
+        assert served.post(path, max_tokens=1, prompt_logprobs=0, **prompt).status_code == 200
+        assert served.post(path, max_tokens=1, n=16, temperature=1, **prompt).status_code == 200
