@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from inferengine.engine.service import EngineService
 from inferengine.engine.services.preparation import TextService
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.text import TextStream, Tokenizer
-from inferengine.wire.messages import Accept, Attach, Bye, Cancel, Reject, Step, to_u32
+from inferengine.wire.messages import Accept, Attach, Bye, Cancel, Reject, Step, StopFound, to_u32
 from tests.engine.builders import check_idle, make_card, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
 
@@ -385,6 +386,133 @@ def test_who_attaches_to_a_text_that_is_being_tokenized_needs_a_free_stream_too(
         reader.send(Attach(waiting.id, 5))
         reject = reader.expect(Reject)
         assert (reject.code, reject.field, reject.stream) == ("conflict", "stream", 5)
+
+
+class TestOneChoiceOfAPendingRequest:
+    @pytest.mark.parametrize("choice", [0, 1, 2])
+    def test_it_alone_is_cancelled(self, engine: EngineService, connect: Connect, choice: int) -> None:
+        client = connect(engine)
+        with tokenizing_for_ever(engine):
+            client.submit(1, text="fox dog", params={"n": 3}, max_tokens=8)
+            for _ in range(2):
+                client.send(Cancel((1 + choice,)))
+            client.settle()
+        collected = client.collect({1, 2, 3})
+        assert len(collected.accepts[1]) == 1
+        assert collected.rejects == {}
+        ends = {stream: [done.reason for done in rows] for stream, rows in collected.done.items()}
+        assert ends == {stream: ["abort" if stream == 1 + choice else "length"] for stream in (1, 2, 3)}
+        assert collected.done[1 + choice][0].detail[0] == "cancelled"
+        assert 1 + choice not in collected.tokens, "it ran"
+        assert all(len(collected.tokens[stream]) == 8 for stream in {1, 2, 3} - {1 + choice})
+        assert client.receive(0.5) is None
+        check_idle(engine)
+
+    def test_each_of_the_others_has_a_grammar_of_its_own(self, connect: Connect) -> None:
+        card = make_card()
+        card = type(card)(card.name, card.folder, card.files, card.fingerprint, (1,))
+        with run_service(lambda: SimulatedExecutor(small_capacity()), card=card) as engine:
+            client = connect(engine)
+            for choice in range(3):
+                with tokenizing_for_ever(engine):
+                    fields = {"grammar": ("regex", "(fox|dog){3}"), "params": {"n": 3, "ignore_eos": False}}
+                    client.submit(1, text="fox", reply="text", max_tokens=40, **fields)
+                    client.send(Cancel((1 + choice,)))
+                    client.settle()
+                collected = client.collect({1, 2, 3})
+                for stream in {1, 2, 3} - {1 + choice}:
+                    assert re.fullmatch("(fox|dog){3}", collected.text[stream])
+                assert [row.reason for row in collected.done[1 + choice]] == ["abort"]
+            check_idle(engine)
+
+    def test_the_last_one_is_answered_for_all(self, engine: EngineService, connect: Connect) -> None:
+        client = connect(engine)
+        with tokenizing_for_ever(engine):
+            client.submit(1, text="fox dog", params={"n": 3})
+            for stream in (2, 1, 3):
+                client.send(Cancel((stream,)))
+            reject = client.expect(Reject)
+            assert (reject.code, reject.stream) == ("cancelled", 1)
+        assert client.receive(0.5) is None
+        check_idle(engine)
+
+    def test_a_refusal_answers_it_with_the_others(self, engine: EngineService, connect: Connect) -> None:
+        client = connect(engine)
+        with tokenizing_for_ever(engine):
+            client.submit(1, text="fox dog", params={"n": 2}, deadline_ms=300)
+            client.send(Cancel((1,)))
+            assert client.expect(Reject).code == "deadline_exceeded"
+        assert client.receive(0.5) is None
+        check_idle(engine)
+
+    def test_who_attached_cancels_by_its_own_streams(self, engine: EngineService, connect: Connect) -> None:
+        client, other = connect(engine), connect(engine)
+        with tokenizing_for_ever(engine):
+            client.submit(1, id=ID, text="fox dog", params={"n": 2}, max_tokens=8)
+            client.settle()
+            other.send(Attach(ID, 2))
+            other.send(Cancel((3,)))
+            other.settle()
+        for reader, streams in ((client, (1, 2)), (other, (2, 3))):
+            done = reader.collect(set(streams)).done
+            assert [[row.reason for row in done[stream]] for stream in streams] == [["length"], ["abort"]]
+
+    def test_a_stop_string_that_its_reader_found_is_the_reason(self, engine: EngineService, connect: Connect) -> None:
+        client, held = connect(engine), to_u32(script_of("quick brown fox"))
+        with tokenizing_for_ever(engine):
+            params = {"n": 3, "seed": 1}
+            client.submit(1, text="fox dog", params=params, max_tokens=40, resume=(None, held, held))
+            client.send(Cancel((2,), stopped=(StopFound(2, 2, "brown"),)))
+            client.settle()
+        collected = client.collect({2, 3})
+        (stopped,), (other,) = collected.done[2], collected.done[3]
+        assert (stopped.reason, stopped.detail, stopped.completion_tokens) == ("stop", "brown", 2)
+        assert (other.reason, other.completion_tokens) == ("length", 40)
+
+    def test_a_request_whose_first_choice_has_ended_is_cancelled_by_the_others(
+        self, engine: EngineService, connect: Connect
+    ) -> None:
+        client = connect(engine)
+        with tokenizing_for_ever(engine):
+            for stream, leave in ((1, False), (4, True)):
+                client.submit(stream, text="fox", params={"n": 2, "seed": 1}, resume=(None, b""))
+                client.send(Cancel((stream + 1,), leave=leave))
+            assert client.expect(Reject).stream == 1
+            check_idle(engine)
+        assert client.receive(0.5) is None
+
+    def test_who_leaves_it_hears_of_the_others(self, engine: EngineService, connect: Connect) -> None:
+        client = connect(engine)
+        for choice in (0, 1):
+            with tokenizing_for_ever(engine):
+                client.submit(1, text="fox dog", params={"n": 2}, max_tokens=8)
+                client.send(Cancel((1 + choice,), leave=True))
+                client.settle()
+            collected = client.collect({2 - choice})
+            assert collected.ended == {2 - choice}
+            assert len(collected.tokens[2 - choice]) == 8
+        check_idle(engine)
+
+    @pytest.mark.parametrize("leave", [False, True])
+    def test_who_waits_for_text_is_told_of_the_others(
+        self, connect: Connect, monkeypatch: pytest.MonkeyPatch, leave: bool
+    ) -> None:
+        text = "the quick brown fox jumps over the lazy dog"
+        monkeypatch.setattr("inferengine.engine.io.intake.TOKENS_PER_TURN", 0)  # no text is made
+        with run_script(text, step_s=0.005) as engine:
+            client, other = connect(engine), connect(engine)
+            client.submit(1, id=ID, max_tokens=len(script_of(text)), params={"n": 2})
+            client.expect(Step)
+            other.send(Attach(ID, 5, reply="text"))
+            other.send(Cancel((5,), leave=leave))
+            other.settle()
+            monkeypatch.setattr("inferengine.engine.io.intake.TOKENS_PER_TURN", 1000)
+            collected = other.collect({6} if leave else {5, 6})
+            assert (collected.text[6], collected.done[6][0].reason) == (text, "length")
+            assert collected.rejects == {}
+            assert [row.reason for row in collected.done.get(5, [])] == ([] if leave else ["abort"])
+            assert client.collect({1, 2}).done[1][0].reason == ("length" if leave else "abort")
+            check_idle(engine)
 
 
 def test_a_model_without_a_tokenizer_serves_token_ids_only(connect: Connect) -> None:

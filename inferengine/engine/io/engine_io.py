@@ -29,7 +29,6 @@ import zmq
 from inferengine.config import Config
 from inferengine.core.executor import AdapterStore
 from inferengine.core.scheduler.scheduler import StepOutput
-from inferengine.core.sequence import Finished
 from inferengine.engine.counters import Counters
 from inferengine.engine.io.connections import TICK_S, Connections
 from inferengine.engine.io.endpoint import Endpoint
@@ -452,22 +451,14 @@ class EngineIO:
         error = InferEngineError(termination.code, termination.message)
         self.intake.refuse_waiting(error)
         rows = [
-            Finished(
-                uid=log.uid,
-                reason=termination.reason,
-                detail=(
+            log.row_without_core(
+                termination.reason,
+                (
                     ("engine_stalled", termination.suspicion)
                     if log.uid in termination.suspects
                     else (termination.code, termination.message)
                 ),
-                num_prompt=log.submission.num_prompt,
-                num_cached=0,
-                num_output=len(log.tokens),
-                queued_s=None,
-                first_token_s=None,
-                total_s=now - log.arrival_s,
-                tenant=log.submission.tenant,
-                num_preemptions=0,
+                now,
             )
             for log in self.publisher.open_logs()
         ]

@@ -17,14 +17,15 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from inferengine.config import Config, LimitsConfig
 from inferengine.core.constraints import Grammar
 from inferengine.core.scheduler.queues import admit, check_prompt, resolve_max_tokens
+from inferengine.core.scheduler.scheduler import StepOutput
 from inferengine.core.sequence import Request, Share, choice_seed, make_share
 from inferengine.engine.counters import Counters
 from inferengine.engine.io.publisher import Connection, OutputLog, PriorOutputs, Publisher, SubmittedRequest
@@ -196,6 +197,14 @@ class PendingSubmission:
     text_by_s: float  # when the text has
     ticket: Ticket | None = None  # for what the grammar's compiler does
     outputs: PriorOutputs | None = None  # what an engine before this one gave, by choice
+    # Choices that never run and end with the ACCEPT, each with the stop string that its reader found.
+    cancelled: dict[int, tuple[int, str] | None] = field(default_factory=dict)
+
+    @property
+    def live(self) -> set[int]:
+        """The choices that have not ended at an earlier engine."""
+        count, outputs = self.submission.params.n, self.outputs
+        return {choice for choice in range(count) if outputs is None or outputs[choice] is not None}
 
     @property
     def complete(self) -> bool:
@@ -486,13 +495,16 @@ class Intake:
             self._attach(connection, message, known, now)
 
     def cancel(self, connection: Connection, message: Cancel, now: float) -> None:
-        """Handle CANCEL: end streams of this connection, or requests by id. Unknown ones are ignored."""
+        """Handle CANCEL: end streams of this connection, or requests by id. Unknown ones are ignored.
+
+        A pending submission is refused when all of its choices are cancelled; before that the others go on."""
         if message.leave:
             self._leave(connection, set(message.streams))
             message = message.replace(streams=())
-        for found in message.stopped:
-            if (subscription := connection.streams.get(found.stream)) is not None:
-                subscription.log.found_stop = (found.num_tokens, found.text)
+        stops = {found.stream: (found.num_tokens, found.text) for found in message.stopped}
+        for stream, found_stop in stops.items():
+            if (subscription := connection.streams.get(stream)) is not None:
+                subscription.log.found_stop = found_stop
         logs: list[OutputLog] = [
             connection.streams[stream].log for stream in message.streams if stream in connection.streams
         ]
@@ -502,14 +514,31 @@ class Intake:
                 logs += submission.logs
         ids, streams = set(message.ids), set(message.streams)
         for item in self._pending:
-            if item.submission.id in ids or any(
-                reader is connection and wanted.stream in streams for reader, wanted in item.readers
-            ):
+            for reader, wanted in item.readers:
+                for choice in _named(wanted, item.submission, streams) if reader is connection else ():
+                    item.cancelled.setdefault(choice, stops.get(wanted.stream + choice))
+            if item.submission.id in ids or item.live <= item.cancelled.keys():
                 self._pending.give_up(item, InferEngineError(*CANCELLED))
-        for waiting in self._forget_text_readers(connection, streams):
-            self._reject(connection, waiting.message, InferEngineError(*CANCELLED), now)
-            logs += waiting.submission.logs
+        logs += self._cancel_text_readers(connection, streams, stops)
         self._end([log.uid for log in logs if log.ended is None], "abort", CANCELLED)
+
+    def _cancel_text_readers(
+        self, connection: Connection, streams: set[int], stops: Mapping[int, tuple[int, str]]
+    ) -> list[OutputLog]:
+        """Return the logs of those of these streams that wait for text. A reader of no others is answered."""
+        logs: list[OutputLog] = []
+        for waiting in list(self._text_readers):
+            wanted, submission = waiting.message, waiting.submission
+            if waiting.connection is not connection or not (named := _named(wanted, submission, streams)):
+                continue
+            for choice in named:
+                log = submission.logs[choice]
+                log.found_stop = stops.get(wanted.stream + choice, log.found_stop)
+                logs.append(log)
+            if named == _choices(wanted, submission):
+                self._text_readers.remove(waiting)
+                self._reject(connection, wanted, InferEngineError(*CANCELLED), self._lifecycle.clock())
+        return logs
 
     def cancel_orphans(self, submissions: Sequence[SubmittedRequest]) -> None:
         """Cancel submissions whose only readers lost their connection, unless somebody waits for their text."""
@@ -622,13 +651,28 @@ class Intake:
         try:
             engine = self._require_ready()
             self._accept(
-                engine, submission, item.message, prompt, item.deadline_s, now, item.spec, item.grammars, item.outputs
+                engine,
+                submission,
+                item.message,
+                prompt,
+                item.deadline_s,
+                now,
+                item.spec,
+                item.grammars,
+                item.outputs,
+                item.cancelled,
             )
         except InferEngineError as refusal:
             self._refuse(item, refusal)
             return
         for place, (connection, wanted) in enumerate(item.readers):
             self._read(connection, wanted, submission, now, attached=place > 0)
+        rows = []
+        for choice, found_stop in item.cancelled.items():
+            submission.logs[choice].found_stop = found_stop
+            rows.append(submission.logs[choice].row_without_core("abort", CANCELLED, now))
+        if rows:
+            self._publisher.publish(StepOutput(0, [], [], rows, -1), now)
 
     def _accept(
         self,
@@ -641,8 +685,10 @@ class Intake:
         spec: GrammarSpec | None = None,
         grammars: Sequence[Grammar] = (),
         outputs: PriorOutputs | None = None,
+        cancelled: Collection[int] = (),
     ) -> None:
-        """Hand the choices to the loop. Raises InferEngineError; then nothing has happened."""
+        """Hand the choices to the loop, those that are `cancelled` left out. Raises InferEngineError; then nothing has
+        happened."""
         params = submission.params
         if submission.pooling is None:
             max_tokens = resolve_max_tokens(len(prompt), params.max_tokens, engine.limits, min_tokens=params.min_tokens)
@@ -667,6 +713,9 @@ class Intake:
         first = self._next_uid
         self._next_uid += params.n
         live = [choice for choice in range(params.n) if outputs is None or outputs[choice] is not None]
+        if cancelled:
+            grammars = [grammar for choice, grammar in zip(live, grammars, strict=False) if choice not in cancelled]
+        running = [choice for choice in live if choice not in cancelled]
         requests = [
             Request(
                 uid=first + choice,
@@ -676,7 +725,7 @@ class Intake:
                 eos_token_ids=self._eos,
                 seed=choice_seed(seed, choice),
                 choice=choice,
-                fork_of=None if choice == live[0] else first + live[0],
+                fork_of=None if choice == running[0] else first + running[0],
                 priority=message.priority,
                 tenant=message.tenant,
                 share=submission.share,
@@ -690,7 +739,7 @@ class Intake:
                 prediction_ids=prediction,
                 pooling=submission.pooling,
             )
-            for choice in live
+            for choice in running
         ]
         submission.num_prompt = len(prompt)
         if message.messages is None:  # the output continues the prompt's text
@@ -825,17 +874,20 @@ class Intake:
         if self._text_readers:
             self._texts.deliver(self._detokenize)
 
-    def _forget_text_readers(self, connection: Connection, streams: set[int]) -> list[WaitingReader]:
-        """Forget those of this connection who wait for text as one of these streams. Returns them."""
-        found = [
-            waiting
-            for waiting in self._text_readers
-            if waiting.connection is connection
-            and any(waiting.message.stream + choice in streams for choice in range(waiting.submission.params.n))
-        ]
-        for waiting in found:
-            self._text_readers.remove(waiting)
-        return found
+    def _leave_text(self, connection: Connection, streams: set[int]) -> list[WaitingReader]:
+        """Have those of this connection who wait for text as one of these streams read it no more. Returns those that
+        read no other, forgotten."""
+        gone: list[WaitingReader] = []
+        for place, waiting in reversed(list(enumerate(self._text_readers))):
+            left = _named(waiting.message, waiting.submission, streams) if waiting.connection is connection else []
+            if left and left == _choices(waiting.message, waiting.submission):
+                gone.append(waiting)
+                del self._text_readers[place]
+            elif left:
+                self._text_readers[place] = waiting._replace(
+                    message=_without(waiting.message, waiting.submission, left)
+                )
+        return gone
 
     def _add_reader(
         self,
@@ -892,14 +944,17 @@ class Intake:
 
     def _leave(self, connection: Connection, streams: set[int]) -> None:
         """Stop sending these streams to this connection, and cancel requests without another reader."""
-        self.abandon(self._orphans(self._forget_text_readers(connection, streams)), CANCELLED)
+        self.abandon(self._orphans(self._leave_text(connection, streams)), CANCELLED)
         for item in self._pending:
-            others = [each for each in item.readers if each[0] is not connection or each[1].stream not in streams]
-            if len(others) < len(item.readers):
-                item.readers[:] = others
-                if not others:
-                    self._pending.forget(item)
-                    self._publisher.forget(item.submission)
+            for place, (reader, wanted) in reversed(list(enumerate(item.readers))):
+                left = _named(wanted, item.submission, streams) if reader is connection else []
+                if left and left == _choices(wanted, item.submission):
+                    del item.readers[place]
+                elif left:
+                    item.readers[place] = (reader, _without(wanted, item.submission, left))
+            if not item.readers:
+                self._pending.forget(item)
+                self._publisher.forget(item.submission)
         self.abandon(self._unawaited(self._publisher.leave(connection, streams)), CANCELLED)
 
     def _unawaited(self, submissions: Sequence[SubmittedRequest]) -> list[SubmittedRequest]:
@@ -917,3 +972,28 @@ def _cursors(message: Submit | Attach) -> Sequence[int | None]:
     if isinstance(message, Attach):
         return message.cursors
     return [None if part is None else len(part) // 4 for part in message.resume or ()]
+
+
+def _choices(message: Submit | Attach, submission: SubmittedRequest) -> list[int]:
+    """Return the choices that a reader reads."""
+    cursors = _cursors(message)
+    return [choice for choice in range(submission.params.n) if choice >= len(cursors) or cursors[choice] is not None]
+
+
+def _named(message: Submit | Attach, submission: SubmittedRequest, streams: set[int]) -> list[int]:
+    """Return those of a reader's choices that it reads as one of these streams."""
+    if not any(message.stream + choice in streams for choice in range(submission.params.n)):
+        return []  # as of most that are pending
+    return [choice for choice in _choices(message, submission) if message.stream + choice in streams]
+
+
+def _without(message: Submit | Attach, submission: SubmittedRequest, left: Sequence[int]) -> Submit | Attach:
+    """Return the message of a reader who does not read the choices `left`."""
+    count = range(submission.params.n)
+    if isinstance(message, Attach):
+        held = message.cursors
+        return message.replace(
+            cursors=tuple(None if at in left else (held[at] if at < len(held) else 0) for at in count)
+        )
+    given = message.resume
+    return message.replace(resume=tuple(None if at in left else (given[at] if given else b"") for at in count))

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from inferengine.core.executor import TokenLogprobs
 from inferengine.core.scheduler.scheduler import StepOutput
-from inferengine.core.sequence import Finished, Share
+from inferengine.core.sequence import FinishDetail, Finished, Share
 from inferengine.engine.counters import Counters
 from inferengine.errors import bounded
 from inferengine.observability.tracing import PROVIDER, Tracing, unix_ns
@@ -434,6 +434,22 @@ class OutputLog:
         del self.tokens[num_tokens:]
         if self.logprobs is not None:
             del self.logprobs[num_tokens:]
+
+    def row_without_core(self, reason: str, detail: FinishDetail, now: float) -> Finished:
+        """Return the terminal event of a choice that the core has not, or that it says nothing of any more."""
+        return Finished(
+            uid=self.uid,
+            reason=reason,
+            detail=detail,
+            num_prompt=self.submission.num_prompt,
+            num_cached=0,
+            num_output=len(self.tokens),
+            queued_s=None,
+            first_token_s=None,
+            total_s=now - self.arrival_s,
+            tenant=self.submission.tenant,
+            num_preemptions=0,
+        )
 
     def end(self, row: Finished) -> None:
         """End the log as the core ended the choice, or with the stop string that was found before."""
