@@ -54,7 +54,8 @@ Strings = Mapping[str, Collection[str]]  # by function: the parameters that are 
 class ToolFormat:
     """How one family of models writes calls. `call` is the text of one, with {name} (quoted) or {bare_name}, and
     {arguments} to fill in, and {number}, any; or {parameters}, which are then written one by one as `parameter`, with
-    {key} and {value}. Several calls have `between` between them; `before` and `after` enclose them all."""
+    {key} and {value}; as `quoted_parameter`, with {key} as a JSON text, where `bare_key` does not match all of the key.
+    Several calls have `between` between them; `before` and `after` enclose them all."""
 
     name: str
     make_parser: Callable[[Strings], ToolParser]
@@ -67,6 +68,8 @@ class ToolFormat:
     needs: tuple[str, ...] = ()  # and all of these
     parameter: str = ""
     parameter_between: str = ""
+    bare_key: re.Pattern[str] | None = None  # None: every key
+    quoted_parameter: str = ""
     has_bare_strings: bool = False  # values that are strings are written without quotes: the parser needs their names
     quote: str = ""  # what such a value has around it
     stops: tuple[str, ...] = ()  # special tokens that end an output, beside the checkpoint's own
@@ -134,6 +137,8 @@ FORMATS = {
             signs=("[func_name1(",),
             parameter="{key}={value}",
             parameter_between=", ",
+            bare_key=pythonic.BARE_NAME,
+            quoted_parameter="**{{key}: {value}}",
         ),
         ToolFormat(
             "qwen3_coder",
@@ -367,7 +372,12 @@ def _parameters(format: ToolFormat, function: Function, text: Callable[[str], st
     shared = {key: function.parameters[key] for key in ("$defs", "definitions") if key in function.parameters}
     written, rules = [], []
     for place, key in enumerate([*names, *optional]):
-        before, _, after = format.parameter.replace("{key}", key).partition("{value}")
+        if format.bare_key is None or format.bare_key.fullmatch(key):
+            shown, form = key, format.parameter
+        else:
+            shown, form = json.dumps(key, ensure_ascii=False), format.quoted_parameter
+        before, _, after = form.partition("{value}")
+        before = before.replace("{key}", shown)
         if format.quote and _is_string(_properties(function)[key]):
             before, after = before + format.quote, format.quote + after
         before = before if place == 0 else format.parameter_between + before

@@ -54,6 +54,27 @@ def test_a_model_with_random_weights_makes_calls_that_match_their_schemas(name: 
     assert len(called) > 1
 
 
+ODD = ("from", "class", "my-key", "$ref", "2d", "first name", "it's", 'a "b"', "x=y", "x>", "(", "né\\", "{value}", "*")
+
+
+def test_arguments_of_any_name_are_made_as_they_are_parsed(vocabulary: Vocabulary) -> None:
+    """A list of Python calls names its arguments: some of these are no names there."""
+    for names in (ODD, *((name,) for name in ODD)):
+        for required in ([], list(names)):
+            schema = {
+                "type": "object",
+                "properties": {name: {"enum": [name, 5, None]} for name in names},
+                "required": required,
+                "additionalProperties": False,
+            }
+            functions = [Function("f", schema)]
+            source = calls_grammar(FORMATS["pythonic"], functions, parallel=False, special_id=lambda text: None)
+            text = vocabulary.generate(GrammarSpec("lark", source), 1)
+            message = MessageReader(None, FORMATS["pythonic"].make_parser({})).read(text)
+            assert [name for name, _ in message.calls] == ["f"], text
+            jsonschema.validate(json.loads(message.calls[0][1]), schema)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

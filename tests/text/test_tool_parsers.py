@@ -234,6 +234,29 @@ GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("pythonic", "[f(x=1", "[f(x=1", []),
     ("pythonic", "Hello", "Hello", []),
     ("pythonic", "[f(x=1)] and more", "and more", [("f", '{"x": 1}')]),
+    (
+        "pythonic",  # no names of Python, and signs of names inside texts
+        "[mail(from=\"a, b=c\", class=None, my-key = [1, {'is-x': ', in=2'}], $ref.to=2, 2d=true), now()]",
+        "",
+        [
+            (
+                "mail",
+                '{"from": "a, b=c", "class": null, "my-key": [1, {"is-x": ", in=2"}], "$ref.to": 2, "2d": true}',
+            ),
+            ("now", "{}"),
+        ],
+    ),
+    (
+        "pythonic",
+        """[f(first name='x', **{"it's": 1, "a=b": [2]}, ﬁ=3)]""",
+        "",
+        [("f", """{"first name": "x", "it's": 1, "a=b": [2], "ﬁ": 3}""")],
+    ),
+    ("pythonic", "[f(my-key=1, my-key=2)]", "[f(my-key=1, my-key=2)]", []),
+    ("pythonic", '[f(x=1, **{"x": 2})]', '[f(x=1, **{"x": 2})]', []),
+    ("pythonic", "[f(**g)]", "[f(**g)]", []),
+    ("pythonic", "[f(x>=1, y!=2, z==3)]", "[f(x>=1, y!=2, z==3)]", []),
+    ("pythonic", "[f(from)]", "[f(from)]", []),
 ]
 
 
@@ -467,7 +490,7 @@ FRAGMENTS = {
     "minimax": ("<minimax:tool_call>", '<invoke name="f">', '<parameter name="x">', "</parameter>", "</invoke>",
                 "</minimax:tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
     "marks": ("<|tool_call|>", "<|/tool_call|>", "functools[", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "; "),
-    "python": ("[", "f(", "x=", "'", ")", "]", "<|python_start|>", "<|python_end|>", "g(y=1)"),
+    "python": ("[", "f(", "x=", "'", ")", "]", "<|python_start|>", "<|python_end|>", "g(y=1)", "my-key=", "**{", ","),
     "harmony": ("<|start|>", "assistant", "<|channel|>", "analysis", "final", " to=functions.f", "<|message|>",
                 "<|end|>", "<|call|>", "<|return|>"),
     "plain": ("{", "}", '"name": "f"', '"arguments": {', W, '{"name": "f", "arguments": {"x": 1}}', ", ", "\n", " ",

@@ -1,5 +1,8 @@
 """Llama 3.2 and 4: a list of Python calls, `[weather(city="Paris"), now()]`, also between `<|python_start|>` and
-`<|python_end|>`. A message that begins otherwise is text. A call leaves when its closing bracket is written."""
+`<|python_end|>`. A message that begins otherwise is text. A call leaves when its closing bracket is written.
+
+Parameters may have names that Python's have not: `mail(from="Ann", my-key=1)`. Those that cannot stand before = at all
+are written as `**{"it's": 1}`."""
 
 from __future__ import annotations
 
@@ -15,6 +18,9 @@ START, END = "<|python_start|>", "<|python_end|>"
 _BEGIN = re.compile(r"\s*\[\s*([A-Za-z_][\w.-]{0,127})\s*\(")
 _MAY_BEGIN = re.compile(r"\s*(\[\s*([A-Za-z_][\w.-]{0,127}\s*)?)?")
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
+BARE_NAME = re.compile(r"[\w$@](?:[\w$@.:/ -]*[\w$@])?")  # of a parameter that is written before =
+_ARGUMENT = re.compile(rf"\s*({BARE_NAME.pattern})\s*=(?!=)")
+_SIGN = re.compile(r""""(?:[^"\\]|\\.)*+"?|'(?:[^'\\]|\\.)*+'?|[()\[\]{},]""", re.DOTALL)  # a text or a sign between
 _OPENS, _CLOSES = "([{", ")]}"
 _NAMES = {"true": True, "false": False, "null": None}
 MOST, MOST_BETWEEN = 1 << 20, 512  # characters of one call; before, between and after calls
@@ -139,20 +145,54 @@ def _is_marked(text: str) -> bool:
 def _call(text: str) -> tuple[str, str] | None:
     """Return (name, arguments as JSON) of a call of literals by name; None for any other text."""
     name, _, arguments = text.partition("(")
+    arguments, names = _with_names_of_python(arguments)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that Python does not know
             tree = ast.parse(f"f({arguments}", mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args or not isinstance(tree.func, ast.Name):
             return None
-        values = {str(one.arg): _literal(one.value) for one in tree.keywords if one.arg is not None}
-        if len(values) < len(tree.keywords):
+        pairs = [pair for one in tree.keywords for pair in _pairs(one, names)]
+        values = dict(pairs)
+        if len(values) < len(pairs):
             return None
         written = json.dumps(values, ensure_ascii=False, allow_nan=False)
         written.encode()
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # also half of a surrogate pair
         return None
     return name, written
+
+
+def _with_names_of_python(arguments: str) -> tuple[str, dict[str, str]]:
+    """Return arguments with names that Python's parser takes, and by these the names that were written."""
+    begins, depth = [0], 0
+    for found in _SIGN.finditer(arguments):
+        if found[0] in _OPENS:
+            depth += 1
+        elif found[0] in _CLOSES:
+            depth -= 1
+        elif found[0] == "," and not depth:
+            begins.append(found.end())
+    pieces: list[str] = []
+    names: dict[str, str] = {}
+    place = 0
+    for begin in begins:
+        if (argument := _ARGUMENT.match(arguments, begin)) is not None:
+            name = f"_{len(names)}"
+            names[name] = argument[1]
+            pieces += [arguments[place:begin], f"{name}="]
+            place = argument.end()
+    return "".join(pieces) + arguments[place:], names
+
+
+def _pairs(keyword: ast.keyword, names: dict[str, str]) -> list[tuple[str, Any]]:
+    """Return the arguments that one of a call's stands for: `name=value`, or several in `**{"name": value}`. Raises
+    ValueError for any other."""
+    if keyword.arg is not None:
+        return [(names.get(keyword.arg, keyword.arg), _literal(keyword.value))]
+    if not isinstance(keyword.value, ast.Dict):
+        raise ValueError("no literal")
+    return [(_key(key), _literal(value)) for key, value in zip(keyword.value.keys, keyword.value.values, strict=True)]
 
 
 def _literal(node: ast.expr) -> Any:
