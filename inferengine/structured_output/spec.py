@@ -7,6 +7,7 @@ Front ends, `LLM` and the engine share this. Whether a schema or an expression m
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,11 @@ GUIDED_FIELDS = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
+_NO_SIGN = r'[^"\[\]{}]*+'
+_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?'  # perhaps without its end
+# What goes before the next bracket outside of strings, and that bracket; the rest of a text without one. So a match
+# begins where the last one ended, and never within a string.
+_TO_BRACKET = re.compile(rf"{_NO_SIGN}(?:{_STRING}{_NO_SIGN})*+([\[\]{{}}]|\Z)", re.DOTALL)
 
 
 class GrammarSpec(NamedTuple):
@@ -217,20 +223,10 @@ def _nesting(source: str) -> int:
     """Return the depth of brackets outside of strings. Counted, not parsed: a parser would follow a hostile depth by
     recursion."""
     depth = deepest = 0
-    in_string = escaped = False
-    for character in source:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif character == "\\":
-                escaped = True
-            elif character == '"':
-                in_string = False
-        elif character == '"':
-            in_string = True
-        elif character in "[{":
+    for bracket in _TO_BRACKET.findall(source):
+        if bracket in ("[", "{"):
             depth += 1
             deepest = max(deepest, depth)
-        elif character in "]}":
+        elif bracket:
             depth -= 1
     return deepest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from inferengine.errors import InvalidRequest
 from inferengine.structured_output.spec import (
     MAX_NESTING,
     GrammarSpec,
+    _nesting,
     grammar_from_list,
     grammar_to_list,
     read_grammar,
@@ -96,6 +98,63 @@ def test_a_grammar_is_bounded_before_it_is_compiled(spec: GrammarSpec) -> None:
     with pytest.raises(InvalidRequest) as caught:
         validate_grammar(spec, LimitsConfig(), path="guided_regex")
     assert caught.value.field == "guided_regex"
+
+
+def nesting(text: str) -> int:
+    """Return the depth of brackets outside of strings, character by character."""
+    depth = deepest = 0
+    in_string = escaped = False
+    for character in text:
+        if in_string:
+            if escaped:
+                escaped = False
+            elif character == "\\":
+                escaped = True
+            elif character == '"':
+                in_string = False
+        elif character == '"':
+            in_string = True
+        elif character in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]}":
+            depth -= 1
+    return deepest
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[",
+        "]]][",
+        '"[[',
+        '"\\"[[',
+        '"\\\\"[[',
+        '"\\',
+        '[\\"]"[',
+        '{"a": "]", "b": [{}]}',
+        '"\n\\\n[" {',
+        '""""[' * 3,
+    ],
+)
+def test_brackets_count_outside_of_strings(text: str) -> None:
+    assert _nesting(text) == nesting(text)
+
+
+def test_nesting_of_random_texts_is_that_of_their_characters() -> None:
+    draw = random.Random(5)
+    pieces = ('"', "\\", '\\"', "[", "]", "{", "}", "a", "\n", '"x"', '"[{"', "\u2028", "\0", ":", ",", "é" * 40)
+    for _ in range(20_000):
+        text = "".join(draw.choices(pieces, k=draw.randint(0, 14)))
+        assert _nesting(text) == nesting(text), text
+
+
+@pytest.mark.parametrize("text", ['"', '\\"', '"\\', "[", '"a"', '"' + "\\" * 999_999, "é" * 999_999])
+def test_nesting_of_a_long_text_takes_time_in_proportion(text: str) -> None:
+    """A quadratic one would take hours."""
+    text *= 1_000_000 // len(text)
+    assert _nesting(text) == nesting(text)
 
 
 @pytest.mark.parametrize("spec", [GrammarSpec("regex", "a+"), GrammarSpec("json_schema", "{}", " ?")])
