@@ -54,7 +54,13 @@ from inferengine.sampling_params import (
     from_map,
     validate,
 )
-from inferengine.structured_output.spec import STRUCTURED_KINDS, GrammarSpec, read_grammar, validate_grammar
+from inferengine.structured_output.spec import (
+    STRUCTURED_KINDS,
+    GrammarSpec,
+    grammar_field,
+    read_grammar,
+    validate_grammar,
+)
 from inferengine.text import Tokenizer
 from inferengine.wire.messages import MAX_NAME_CHARACTERS, MAX_SALT_BYTES
 
@@ -756,10 +762,7 @@ def read_structure(body: dict[str, Any], config: Config) -> tuple[GrammarSpec | 
     """Read the grammar that the output must match, and the name of the request's field that has it."""
     if body.get("structured_outputs") == {}:  # asks for nothing, as clients send that fill in every field
         body = {**body, "structured_outputs": None}
-    if body.get("response_format") == {"type": "text"}:  # as the default of several clients
-        body = {**body, "response_format": None}
-    spec = read_grammar(body)
-    field = next((name for name in STRUCTURE if body.get(name) is not None), "grammar")
+    spec, field = read_grammar(body), grammar_field(body)
     if spec is not None:
         validate_grammar(spec, config.limits, path=field)
     return spec, field

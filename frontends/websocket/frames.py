@@ -39,7 +39,7 @@ from inferengine.config import Config
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.fields import about, field_docs
 from inferengine.sampling_params import NAMES, SamplingParams, from_map, validate
-from inferengine.structured_output.spec import GrammarSpec, read_grammar, validate_grammar
+from inferengine.structured_output.spec import GrammarSpec, grammar_field, read_grammar, validate_grammar
 from inferengine.text import CONTEXT_TOKENS
 
 PROTOCOL = 1
@@ -293,19 +293,18 @@ async def read_generate_params(frame: GenerateFrame, model: ServedModel, config:
     params = from_map({**model.defaults, **frame.params})
     validate(params, vocab_size=model.info.vocab_size, limits=config.limits)
     structure = frame.structure
-    grammar = read_grammar(structure)
-    grammar_field = next(iter(structure), "grammar")
+    grammar, field = read_grammar(structure), grammar_field(structure)
     if grammar is not None:
-        validate_grammar(grammar, config.limits, path=grammar_field)
+        validate_grammar(grammar, config.limits, path=field)
     if frame.messages is None:
         prompt_ids = await _prompt_ids(frame, model, config)
-        return GenerateParams(prompt_ids, params, grammar, grammar_field, prompt_ids[-CONTEXT_TOKENS:], OutputOptions())
+        return GenerateParams(prompt_ids, params, grammar, field, prompt_ids[-CONTEXT_TOKENS:], OutputOptions())
     prompt = await read_chat_prompt({"messages": frame.messages, **frame.conversation}, model, config, grammar)
     params = prompt.adjusted(params)
     if prompt.grammar is not grammar:
-        grammar_field = "tools"
+        field = "tools"
     output = OutputOptions(prompt.parser, frame.include_reasoning)
-    return GenerateParams(prompt.prompt_ids, params, prompt.grammar, grammar_field, [], output)
+    return GenerateParams(prompt.prompt_ids, params, prompt.grammar, field, [], output)
 
 
 async def _prompt_ids(frame: GenerateFrame, model: ServedModel, config: Config) -> list[int]:

@@ -42,9 +42,7 @@ class GrammarSpec(NamedTuple):
 
 def read_grammar(body: Mapping[str, Any]) -> GrammarSpec | None:
     """Return the GrammarSpec of a request body; None where it asks for none. Raises InvalidRequest naming the field."""
-    if body.get("response_format") == {"type": "text"}:  # asks for nothing, beside what does
-        body = {**body, "response_format": None}
-    asked = [name for name in ("response_format", "structured_outputs", *GUIDED_FIELDS) if body.get(name) is not None]
+    asked = _fields_that_ask(body)
     whitespace = body.get("json_whitespace")
     if whitespace is not None and whitespace not in WHITESPACE_NAMES:
         raise InvalidRequest("json_whitespace", f"must be one of {', '.join(WHITESPACE_NAMES)}")
@@ -53,10 +51,25 @@ def read_grammar(body: Mapping[str, Any]) -> GrammarSpec | None:
     if len(asked) > 1:
         raise InvalidRequest(asked[1], f"cannot be combined with {asked[0]}")
     spec = _read_spec(asked[0], body)
-    return spec._replace(whitespace=whitespace) if spec is not None and spec.whitespace is None else spec
+    return spec._replace(whitespace=whitespace) if spec.whitespace is None else spec
 
 
-def _read_spec(name: str, body: Mapping[str, Any]) -> GrammarSpec | None:
+def grammar_field(body: Mapping[str, Any]) -> str:
+    """Return the name of the field that `read_grammar` reads; `grammar` where a body asks for none."""
+    return next(iter(_fields_that_ask(body)), "grammar")
+
+
+def _fields_that_ask(body: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a body that ask for a grammar. A response_format of type text, which several clients send by
+    default, and {}, of those that send every field, ask for nothing."""
+    asked = [name for name in ("response_format", "structured_outputs", *GUIDED_FIELDS) if body.get(name) is not None]
+    format = body.get("response_format")
+    if isinstance(format, Mapping) and (not format or format.get("type") == "text"):
+        asked.remove("response_format")
+    return asked
+
+
+def _read_spec(name: str, body: Mapping[str, Any]) -> GrammarSpec:
     if name == "response_format":
         return _read_response_format(body[name])
     if name == "structured_outputs":
@@ -101,13 +114,11 @@ def grammar_from_list(value: Any, path: str = "grammar") -> GrammarSpec:
     return GrammarSpec(kind, source, whitespace)
 
 
-def _read_response_format(value: Any) -> GrammarSpec | None:
+def _read_response_format(value: Any) -> GrammarSpec:
     path = "response_format"
     if not isinstance(value, Mapping):
         raise InvalidRequest(path, "must be an object with a type")
     kind = value.get("type")
-    if kind == "text" or not value:  # {}: some clients send every field
-        return None
     if kind == "json_object":
         return GrammarSpec("json_object", "{}")
     if kind == "json_schema":

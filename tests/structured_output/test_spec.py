@@ -14,6 +14,7 @@ from inferengine.structured_output.spec import (
     MAX_NESTING,
     GrammarSpec,
     _nesting,
+    grammar_field,
     grammar_from_list,
     grammar_to_list,
     read_grammar,
@@ -42,6 +43,13 @@ SPELT = r'{"const": "\ud800"}'  # the same, as an escape inside of JSON text
             {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
             GrammarSpec("json_schema", json.dumps(SCHEMA), ""),
         ),
+        *(
+            (
+                {"response_format": idle, "guided_regex": "a+", "json_whitespace": "any"},
+                GrammarSpec("regex", "a+", "any"),
+            )
+            for idle in ({}, {"type": "text"}, {"type": "text", "json_schema": None})
+        ),
         ({"guided_json": json.dumps(SCHEMA)}, GrammarSpec("json_schema", json.dumps(SCHEMA))),
         ({"guided_choice": ["yes", "no"]}, GrammarSpec("choice", '["yes", "no"]')),
         (
@@ -52,6 +60,20 @@ SPELT = r'{"const": "\ud800"}'  # the same, as an escape inside of JSON text
 )
 def test_every_spelling_is_read_as_one_spec(body: dict[str, Any], spec: GrammarSpec | None) -> None:
     assert read_grammar(body) == spec
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "grammar"),
+        ({"response_format": {"type": "text"}}, "grammar"),
+        ({"json_whitespace": "any", "response_format": {"type": "text"}, "guided_regex": "a+"}, "guided_regex"),
+        ({"json_whitespace": "any", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_whitespace_pattern": " ?", "guided_json": SCHEMA}, "guided_json"),
+    ],
+)
+def test_the_field_of_a_grammar_is_the_one_that_asks_for_it(body: dict[str, Any], field: str) -> None:
+    assert grammar_field(body) == field
 
 
 @pytest.mark.parametrize(

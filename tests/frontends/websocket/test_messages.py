@@ -148,6 +148,7 @@ def test_a_forced_format_is_a_grammar_for_the_engine(tmp_path, fields, kind):
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"response_format": {"type": "text"}, "structured_outputs": {"regex": "a\0"}}, "structured_outputs"),
         ({"response_format": {"type": "what"}}, "response_format.type"),
         ({"messages": None, "prompt": "hello", "tools": TOOLS}, "tools"),
     ],
