@@ -30,6 +30,12 @@ def allows(schema: Any, value: Any) -> bool:
     return bool(matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting())
 
 
+def compile_error(schema: Any) -> str:
+    matcher = LLMatcher(BYTES, translate(GrammarSpec("json_schema", json.dumps(schema))).grammar, log_level=0)
+    assert matcher.is_error()
+    return str(matcher.get_error())
+
+
 def refusal(spec: GrammarSpec) -> str:
     with pytest.raises(InvalidRequest) as caught:
         translate(spec)
@@ -103,6 +109,69 @@ def refusal(spec: GrammarSpec) -> str:
 def test_a_keyword_holds(schema: Any, right: list[Any], wrong: list[Any]) -> None:
     assert [value for value in right if not allows(schema, value)] == []
     assert [value for value in wrong if allows(schema, value)] == []
+
+
+ALGEBRA = {"oneOf": [True]}  # has a schema written by the algebra, which allows the same
+
+
+@pytest.mark.parametrize("beside", [{}, ALGEBRA], ids=["as it is", "by the algebra"])
+@pytest.mark.parametrize(
+    ("kind", "counts", "values"),
+    [
+        (kind, {f"min{of}": least, f"max{of}": most}, values)
+        for kind, of, values in (
+            ("string", "Length", ['""', '"abc"', '"abcde"', '"abcdef"']),
+            ("array", "Items", [[], [1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]),
+        )
+        for least, most in ((5, 3), (1, 0), (5, 0))
+    ],
+)
+def test_more_at_least_than_at_most_is_no_value(
+    kind: str, counts: dict[str, int], values: list[Any], beside: dict[str, Any]
+) -> None:
+    nothing = {"type": kind, **counts, **beside}
+    for schema in (
+        {"anyOf": [nothing, {"type": "integer"}]},
+        {**counts, **beside},
+        {"not": {"not": {"anyOf": [nothing, {"type": "integer"}]}}},
+    ):
+        assert [value for value in values if allows(schema, value)] == [], schema
+        assert allows(schema, 5), schema
+    assert [value for value in [*values, 5] if not allows({"not": nothing}, value)] == []
+    inside = {"additionalProperties": nothing, "items": nothing, **beside}
+    texts = [value if isinstance(value, str) else json.dumps(value, separators=(",", ":")) for value in values]
+    assert [value for value in ("{}", "[]") if not allows(inside, value)] == []
+    assert [text for text in texts if allows(inside, f"[{text}]") or allows(inside, f'{{"a":{text}}}')] == []
+    message = refusal(GrammarSpec("json_schema", json.dumps(nothing))) if beside else compile_error(nothing)
+    assert "no value can match" in message or "unsatisfiable" in message.lower()
+
+
+@pytest.mark.parametrize("beside", [{}, ALGEBRA], ids=["as it is", "by the algebra"])
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"type": "string", "maxLength": 3}, ['""', '"a"', '"abc"'], ['"abcd"', 5]),
+        ({"type": "string", "maxLength": 0}, ['""'], ['"a"']),
+        ({"maxLength": 2}, ['""', '"ab"', 5, [1], None], ['"abc"']),
+        ({"type": "string", "minLength": 2, "maxLength": 2}, ['"ab"'], ['"a"', '"abc"']),
+        ({"type": "array", "maxItems": 0}, [[]], [[1]]),
+        ({"maxItems": 2}, [[], [1, 2], '"abc"'], [[1, 2, 3]]),
+    ],
+)
+def test_a_count_alone_holds(schema: Any, right: list[Any], wrong: list[Any], beside: dict[str, Any]) -> None:
+    assert [value for value in right if not allows({**schema, **beside}, value)] == []
+    assert [value for value in wrong if allows({**schema, **beside}, value)] == []
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec("json_schema", json.dumps({"type": "string", "pattern": "^(a{5,3}|b)$"})),
+        GrammarSpec("lark", 'root ::= "a"{5,3} | "b"'),
+    ],
+)
+def test_a_repeat_that_ends_before_it_begins_is_refused_by_its_text(spec: GrammarSpec) -> None:
+    assert "{5,3}" in refusal(spec)
 
 
 @pytest.mark.parametrize(

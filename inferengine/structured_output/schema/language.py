@@ -160,7 +160,9 @@ def alt(*items: Language) -> Language:
 
 
 def repeat(item: Language, least: int, most: int | None) -> Language:
-    """Return a language repeated `least` to `most` times; None: any number."""
+    """Return a language repeated `least` to `most` times; None: any number. With `most` below `least`: no text."""
+    if most is not None and least > most:
+        return EMPTY
     if most == 0 or (item == EMPTY and least == 0) or item == EPSILON:
         return EPSILON
     if item == EMPTY or (least, most) == (1, 1):
