@@ -31,6 +31,7 @@ WORDS: dict[str, Any] = {
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.95},  # with random weights nearly the whole vocabulary is kept
     "filters": FILTERS,
     "penalties": {"temperature": 0.0, **PENALTIES},
     "words": {"temperature": 0.0, **WORDS},

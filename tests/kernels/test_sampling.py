@@ -2,7 +2,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import triton.language as tl
 
+from inferengine.kernels.cuda.sampling import sample as sampling
 from inferengine.kernels.cuda.sampling.sample import CANDIDATES, sample
 from inferengine.kernels.reference import ops as reference
 from inferengine.kernels.reference.ops import ALLOWED, BIAS, FILTER, MIN_TOKENS, PENALTY, RANDOM
@@ -136,6 +138,37 @@ def test_a_flat_distribution_does_not_fit_the_candidates_and_is_exact_too(device
     assert CANDIDATES < 4500 < VOCAB
     actual, expected = draw_both(torch.randn(num_rows, VOCAB, device=device) * 0.01, slots, RANDOM | FILTER, repeats=1)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "min_p"), [(0.02, 0.0), (0.6, 0.0), (0.95, 0.0), (0.9999, 0.0), (0.95, 0.9), (1.0, 0.9)]
+)
+@pytest.mark.parametrize("spread", [0.0, 0.02, 1.5])
+def test_flat_rows_are_drawn_without_a_threshold(spread, top_p, min_p, device):
+    """More tokens than fit the candidates are at or above each level that holds enough. Rows of bf16 have ties."""
+    num_rows, vocab_size = 3, 3 * CANDIDATES + 100
+    slots = make_slots(num_rows, device, vocab_size)
+    slots.top_p.fill_(top_p)
+    slots.min_p.fill_(min_p)
+    slots.temperature[1] = 2.0
+    slots.top_p[2], slots.min_p[2] = 0.9, 0.0
+    logits = torch.randn(num_rows, vocab_size, device=device) * spread
+    for rows in (logits, logits.bfloat16()):
+        actual, expected = draw_both(rows, slots, RANDOM | FILTER)
+        assert torch.equal(actual, expected)
+
+
+def test_a_draw_that_top_p_does_not_keep_is_drawn_again_above_it(device, monkeypatch):
+    """With one draw a row the first one stays, so most of the tokens that top-p leaves out would be drawn."""
+    slots = make_slots(4, device, 2 * CANDIDATES)
+    slots.top_p.fill_(0.02)
+    logits = torch.randn(4, 2 * CANDIDATES, device=device) * 0.02
+    actual, expected = draw_both(logits, slots, RANDOM | FILTER)
+    assert torch.equal(actual, expected)
+    if device.type == "cpu":  # an interpreted kernel reads it at each launch
+        monkeypatch.setattr(sampling, "DRAWS", tl.constexpr(1))
+        actual, expected = draw_both(logits, slots, RANDOM | FILTER)
+        assert not torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("spread", [0.01, 2.0])

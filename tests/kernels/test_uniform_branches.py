@@ -35,6 +35,7 @@ def test_no_branch_of_the_sampler_depends_on_how_a_thread_rounds(compile_program
     kernels = done.stdout.split("// kernel ")[1:]
     assert len(kernels) == 4, done.stderr[-2000:]
     for ptx in kernels:
+        assert ".entry" in ptx, done.stderr[-2000:]
         assert uneven_branches(ptx) == [], ptx.split()[0]
 
 

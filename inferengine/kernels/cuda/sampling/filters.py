@@ -58,6 +58,16 @@ def weigh(row, begin, end, VOCAB: tl.constexpr, temperature, BLOCK: tl.constexpr
 
 
 @triton.jit
+def mass_above(row, size, temperature, least, peak, BLOCK: tl.constexpr):
+    """Sum of exp(score - peak) of the tokens whose scaled scores are above `least`."""
+    masses = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        score = scaled_scores(row, start + tl.arange(0, BLOCK), size, temperature)
+        masses += tl.where(score > least, tl.exp(score - peak), 0.0)
+    return exact_sum(masses, 0)
+
+
+@triton.jit
 def narrow(row, size, temperature, low, high, target, weighed, peak, BLOCK: tl.constexpr):
     """The largest threshold in [low, high) at or above which tokens count (or, `weighed`, weigh) at least `target`;
     `low` if none does. Returns it and the sum of exp(score - peak) at or above it.

@@ -7,7 +7,9 @@ one pass (`_draw_kernel`: every part's best of score + Gumbel noise) and a reduc
    first, and weighs them where no top-k needs only the count;
 3. `_gather_kernel` copies the tokens above the highest threshold that holds all that the filters keep;
 4. `_finish_kernel` narrows the threshold among these until nothing lies between its bounds, then draws.
-A distribution so flat that more than CANDIDATES tokens remain is narrowed over the whole vocabulary: slower, as exact.
+A distribution so flat that more than CANDIDATES tokens remain is drawn from before top-p has a threshold: 3. draws
+among all tokens above that level, 4. tests whether top-p keeps the drawn one, else draws again above it (`settle`).
+With top-k its threshold is narrowed over the whole vocabulary instead: slower, as exact.
 
 Tokens further than REACH below the best are left out: at fp32 noise they cannot win. The definition of every step is
 kernels/reference/ops.py; the argmax of score + Gumbel noise is a draw from the softmax (Gumbel 1954).
@@ -25,6 +27,7 @@ from inferengine.kernels.cuda.pdl import allow_next, launch_options, supports_pd
 from inferengine.kernels.cuda.sampling.filters import (
     exact_sum,
     keep_threshold,
+    mass_above,
     rough_scores,
     scaled_scores,
     weigh,
@@ -39,6 +42,7 @@ MOST_PARTS = 64  # a power of two
 TARGET_ROWS = 64  # rows that deterministic mode cuts the vocabulary for
 LEVELS = tl.constexpr(16)
 REACH = tl.constexpr(32.0)
+DRAWS = tl.constexpr(64)  # of a flat row, at most: see `settle`
 # Compiled once for any number of rows, parts and any place of the columns in their buffer: a new combination must not
 # be compiled while requests wait.
 VARIABLE = {
@@ -112,9 +116,11 @@ def noise_at(seed, position, ids, FAST: tl.constexpr):
 
 @triton.jit
 def gumbel_argmax(
-    row, begin, end, VOCAB: tl.constexpr, temperature, seed, position, BLOCK: tl.constexpr, FAST: tl.constexpr
-):
-    """Return (best score + noise, its id) of tokens [begin, end) of a row.
+    row, begin, end, VOCAB: tl.constexpr, temperature, seed, position, floor, STRICTLY: tl.constexpr,
+    BLOCK: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Return (best score + noise, its id) of tokens [begin, end) of a row whose scaled scores are at least `floor`, or
+    STRICTLY above it; -inf where there is none.
 
     Noise is -log(-log(1 - w)), at most -log(w), so only a token with w < exp(score - best) can win. That is an
     exponential and a comparison a token, the two logarithms are taken for tiles in which some token passes: the first,
@@ -138,8 +144,10 @@ def gumbel_argmax(
         passes = may_win(s0, w0, slope, offset) | may_win(s1, w1, slope, offset)
         passes |= may_win(s2, w2, slope, offset) | may_win(s3, w3, slope, offset)
         if tl.max(passes.to(tl.int32), axis=0) > 0:
-            v0, v1 = noisy(s0, w0, temperature, FAST), noisy(s1, w1, temperature, FAST)
-            v2, v3 = noisy(s2, w2, temperature, FAST), noisy(s3, w3, temperature, FAST)
+            v0 = noisy(s0, w0, temperature, floor, STRICTLY, FAST)
+            v1 = noisy(s1, w1, temperature, floor, STRICTLY, FAST)
+            v2 = noisy(s2, w2, temperature, floor, STRICTLY, FAST)
+            v3 = noisy(s3, w3, temperature, floor, STRICTLY, FAST)
             top = tl.max(tl.maximum(tl.maximum(v0, v1), tl.maximum(v2, v3)), axis=0)
             first = tl.where(v2 == top, 2, tl.where(v3 == top, 3, 4))
             first = tl.where(v0 == top, 0, tl.where(v1 == top, 1, first))
@@ -158,10 +166,15 @@ def may_win(score, word, slope, offset):
 
 
 @triton.jit
-def noisy(score, word, temperature, FAST: tl.constexpr):
-    """Return score / temperature + noise; NaN counts as infinite, so that it is found."""
+def noisy(score, word, temperature, floor, STRICTLY: tl.constexpr, FAST: tl.constexpr):
+    """Return score / temperature + noise, -inf below the floor; NaN counts as infinite, so that it is found."""
     score = tl.div_rn(score, tl.zeros_like(score) + temperature)
-    return tl.where(score == score, score, float("inf")) + gumbel_of(word, FAST)
+    score = tl.where(score == score, score, float("inf"))
+    if STRICTLY:
+        passes = score > floor
+    else:
+        passes = score >= floor
+    return tl.where(passes, score + gumbel_of(word, FAST), float("-inf"))
 
 
 def sample(
@@ -209,8 +222,8 @@ def sample(
             num_warps=4, **shape,
         )  # fmt: skip
         _gather_kernel[(num_rows, num_parts)](
-            scores, scores.stride(0), rows, *state, best, census, kept_scores, kept_ids, num_rows, *parts,
-            MOST_PARTS=MOST_PARTS, CAPACITY=CANDIDATES, num_warps=4, **shape,
+            scores, scores.stride(0), rows, positions, *state, slots.seed, best, census, kept_scores, kept_ids,
+            num_rows, *parts, MOST_PARTS=MOST_PARTS, CAPACITY=CANDIDATES, FAST=fast, num_warps=4, **shape,
         )  # fmt: skip
     _finish_kernel[(num_rows,)](
         scores if filtered else best, scores.stride(0), rows, positions, *state, slots.seed, best, census,
@@ -264,7 +277,8 @@ def _draw_kernel(
     plane = num_rows * num_parts
     if IS_RANDOM:
         if (temperature > 0) & (not filtered):
-            top, top_id = gumbel_argmax(row, begin, end, VOCAB, temperature, seed, position, BLOCK, FAST)
+            floor = float("-inf")
+            top, top_id = gumbel_argmax(row, begin, end, VOCAB, temperature, seed, position, floor, False, BLOCK, FAST)
             tl.store(best_ptr + at, top)
             tl.store((best_ptr + plane + at).to(tl.pointer_type(tl.int32)), top_id)
             return
@@ -378,33 +392,42 @@ def census(
 
 @triton.jit
 def choose_level(census_ptr, n, plane, top_k, top_p, min_p, peak, total, num_parts, MOST_PARTS: tl.constexpr):
-    """(threshold, how many tokens are at or above it, level) of the highest level that holds all that is kept; level
-    LEVELS if none does."""
+    """(threshold, how many tokens are at or above it, level) of the highest level that holds all that is kept: the end
+    of REACH and level LEVELS if none does. Fourth, without top-k, a score from which on all tokens are kept."""
     p = tl.arange(0, MOST_PARTS)[:, None]
     level = tl.arange(0, LEVELS)
     at = census_ptr + (n * num_parts + p) * LEVELS + level[None, :]
     counts = tl.sum(tl.load(at, mask=p < num_parts, other=0.0), axis=0)
     threshold = level_of(peak, level)
+    kept_from = peak
     if top_k > 0:
         holds = counts >= top_k.to(tl.float32)
     elif top_p < 1.0:  # a row with top-k has counts alone
         masses = exact_sum(tl.load(at + plane * LEVELS, mask=p < num_parts, other=0.0), 0)
         holds = masses >= top_p * total * 1.00001  # a little more, for sums in another order
+        kept_from = tl.min(tl.where(masses < top_p * total * 0.99999, threshold, peak), axis=0)
     else:
         holds = threshold <= peak + tl.log(min_p)
     chosen = tl.min(tl.where(holds, level, LEVELS), axis=0)
     chosen_count = tl.sum(tl.where(level == chosen, counts, 0.0), axis=0)
-    chosen_threshold = tl.sum(tl.where(level == chosen, threshold, 0.0), axis=0)
-    return chosen_threshold, chosen_count.to(tl.int32), chosen
+    chosen_threshold = tl.min(tl.where(level <= chosen, threshold, peak), axis=0)
+    return chosen_threshold, chosen_count.to(tl.int32), chosen, kept_from
+
+
+@triton.jit
+def rounding(threshold, peak):
+    """How far a rough score may be from the scaled one, near this threshold."""
+    return 1.0e-6 * (tl.abs(threshold) + tl.abs(peak))
 
 
 @triton.jit(**VARIABLE)
 def _gather_kernel(
-    scores_ptr, scores_stride, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, census_ptr,
-    kept_scores_ptr, kept_ids_ptr, num_rows, part_tiles, num_parts, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
-    MOST_PARTS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
+    scores_ptr, scores_stride, rows_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    best_ptr, census_ptr, kept_scores_ptr, kept_ids_ptr, num_rows, part_tiles, num_parts, VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr, MOST_PARTS: tl.constexpr, CAPACITY: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy the tokens of a part that are at or above the row's level, in order of their ids, if all fit."""
+    """Copy the tokens of a part that are at or above the row's level, in order of their ids, if all fit; else, without
+    top-k, draw one of them."""
     allow_next(PDL)
     wait_for_previous(PDL)
     n = tl.program_id(0).to(tl.int64)
@@ -418,17 +441,27 @@ def _gather_kernel(
     peak, total = row_peak(best_ptr, n, plane, num_parts, MOST_PARTS)
     if tl.abs(peak) == float("inf"):
         return
-    threshold, count, level = choose_level(
+    threshold, count, level, _unused = choose_level(
         census_ptr, n, plane, top_k, top_p, min_p, peak, total, num_parts, MOST_PARTS
     )
+    row = scores_ptr + n * scores_stride
+    begin = part * part_tiles * BLOCK
+    end = tl.minimum(begin + part_tiles * BLOCK, VOCAB)
     if (level >= LEVELS) | (count > CAPACITY):
+        if top_k > 0:
+            return
+        floor = threshold - rounding(threshold, peak)
+        if min_p > 0:
+            floor = tl.minimum(tl.maximum(floor, peak + tl.log(min_p)), peak)
+        seed, position = tl.load(seed_ptr + slot), tl.load(positions_ptr + n)
+        top, top_id = gumbel_argmax(row, begin, end, VOCAB, temperature, seed, position, floor, False, BLOCK, FAST)
+        at = best_ptr + n * num_parts + part
+        tl.store((at + plane).to(tl.pointer_type(tl.int32)), top_id)
+        tl.store(at + 3 * plane, top)
         return
     p = tl.arange(0, MOST_PARTS)
     before = tl.load(census_ptr + (n * num_parts + p) * LEVELS + level, mask=p < part, other=0.0)
     place = tl.sum(before, axis=0).to(tl.int32)
-    row = scores_ptr + n * scores_stride
-    begin = part * part_tiles * BLOCK
-    end = tl.minimum(begin + part_tiles * BLOCK, VOCAB)
     slope = 1.0 / temperature
     for start in range(begin, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -440,6 +473,32 @@ def _gather_kernel(
             tl.store(kept_scores_ptr + at, scaled_scores(row, token, VOCAB, temperature), mask=above)
             tl.store(kept_ids_ptr + at, token, mask=above)
             place += count_here
+
+
+@triton.jit
+def settle(
+    row, VOCAB: tl.constexpr, temperature, seed, position, winner, token, kept_from, target, peak, BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """(score + noise, id) of the draw among the tokens of a row that top-p keeps, where `winner` and `token` are the
+    draw among more of them. All tokens from the score `kept_from` on are kept.
+
+    A token is kept where those above it weigh less than `target`, and then it has won among the kept ones, too. Else
+    none at or below its score is kept, and the next draw is among those above it. A draw that is not kept halves what
+    is too much, on average: after k of them the chance is below ln(1 / top_p)^k / k!, so DRAWS are never used up.
+    """
+    rounds = 0
+    while rounds < DRAWS:
+        score = tl.div_rn(tl.load(row + token).to(tl.float32), temperature)
+        rounds += 1
+        above = -1.0
+        if score < tl.minimum(kept_from, peak):
+            above = mass_above(row, VOCAB, temperature, score, peak, 4 * BLOCK)
+        if above < target:
+            rounds = DRAWS
+        else:
+            winner, token = gumbel_argmax(row, 0, VOCAB, VOCAB, temperature, seed, position, score, True, BLOCK, FAST)
+    return winner, token
 
 
 @triton.jit(**VARIABLE)
@@ -470,14 +529,15 @@ def _finish_kernel(
         if has_filter(temperature, top_k, top_p, min_p) & finite:
             seed = tl.load(seed_ptr + slot)
             peak, total = row_peak(best_ptr, n, plane, num_parts, MOST_PARTS)
-            low, count, level = choose_level(
+            low, count, level, kept_from = choose_level(
                 census_ptr, n, plane, top_k, top_p, min_p, peak, total, num_parts, MOST_PARTS
             )
+            row = scores_ptr + n * scores_stride
             best = tl.full([BLOCK], float("-inf"), tl.float32)
             best_id = tl.full([BLOCK], 2147483647, tl.int32)
             if (level < LEVELS) & (count <= CAPACITY):
                 kept = kept_scores_ptr + n * CAPACITY
-                low -= 1.0e-6 * (tl.abs(low) + tl.abs(peak))  # the level was held against rough scores
+                low -= rounding(low, peak)  # the level was held against rough scores
                 threshold = keep_threshold(kept, count, 0.0, low, top_k, top_p, min_p, peak, total, BLOCK)
                 for start in range(0, count, BLOCK):
                     i = start + tl.arange(0, BLOCK)
@@ -487,10 +547,9 @@ def _finish_kernel(
                     better = drawn > best
                     best = tl.where(better, drawn, best)
                     best_id = tl.where(better, ids, best_id)
-            else:
-                row = scores_ptr + n * scores_stride
-                if level >= LEVELS:
-                    low = peak - REACH
+                winner = tl.max(best, axis=0)
+                token = tl.min(tl.where(best == winner, best_id, 2147483647), axis=0)
+            elif top_k > 0:
                 threshold = keep_threshold(row, VOCAB, temperature, low, top_k, top_p, min_p, peak, total, BLOCK)
                 for start in range(0, VOCAB, BLOCK):
                     ids = start + tl.arange(0, BLOCK)
@@ -500,8 +559,17 @@ def _finish_kernel(
                     better = drawn > best
                     best = tl.where(better, drawn, best)
                     best_id = tl.where(better, ids, best_id)
-            winner = tl.max(best, axis=0)
-            token = tl.min(tl.where(best == winner, best_id, 2147483647), axis=0)
+                winner = tl.max(best, axis=0)
+                token = tl.min(tl.where(best == winner, best_id, 2147483647), axis=0)
+            else:
+                drawn = tl.load(best_ptr + 3 * plane + n * num_parts + p, mask=p < num_parts, other=float("-inf"))
+                winner = tl.max(drawn, axis=0)
+                token = tl.min(tl.where(drawn == winner, top_ids, 2147483647), axis=0)
+                if top_p < 1.0:
+                    winner, token = settle(
+                        row, VOCAB, temperature, seed, position, winner, token, kept_from + rounding(kept_from, peak),
+                        top_p * total, peak, BLOCK, FAST,
+                    )  # fmt: skip
     good = (winner > float("-inf")) & (winner < float("inf"))
     tl.store(ids_ptr + n, tl.where(good, token, tl.where(winner == float("-inf"), -2, -1)))
     tl.store(tokens_ptr + slot * tokens_stride + position, tl.where(good, token, 0))
