@@ -769,10 +769,11 @@ PREFILL_ATTENTION: tuple[tuple[Range, Range, PrefillConfig], ...] = (
     (ANY, ANY, PrefillConfig(64, 64, 4, 2)),
 )
 
-# (head dimensions, tokens of the step, configuration)
+# (head dimensions, tokens of the step, configuration). Sets of heads take 64 tile rows each, so short steps, whose
+# sequences may have few tokens, pad the heads of a KV head instead (`packs`).
 HOPPER_PREFILL_ATTENTION: tuple[tuple[Range, Range, HopperPrefillConfig], ...] = (
-    (to(64), to(511), HopperPrefillConfig(128, 4, 2, 16, packs=True)),  # perhaps of many rows: sets of heads have
-    (to(128), to(511), HopperPrefillConfig(128, 2, 2, 16, packs=True)),  # 64 rows each, however few tokens
+    (to(64), to(511), HopperPrefillConfig(128, 4, 2, 16, packs=True)),
+    (to(128), to(511), HopperPrefillConfig(128, 2, 2, 16, packs=True)),
     (ANY, to(511), HopperPrefillConfig(64, 2, 2, 16, packs=True)),
     (to(64), to(2047), HopperPrefillConfig(128, 4, 2, 16)),
     (to(64), ANY, HopperPrefillConfig(128, 4, 3, 16)),  # few tokens leave more of its larger tiles empty
