@@ -120,6 +120,12 @@ class ApiKey:
 ANYBODY = ApiKey()
 
 
+def key_of(scope: Mapping[str, Any]) -> ApiKey:
+    """Return the key that the middleware found for an ASGI scope; ANYBODY where none is required."""
+    key: ApiKey = scope.get("api_key", ANYBODY)
+    return key
+
+
 class KeyRing:
     """The keys of a file. Without a file no keys are required.
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.types import Receive
 
-from frontends.common.auth import ANYBODY, ApiKey, KeyRing, Quotas
+from frontends.common.auth import ApiKey, KeyRing, Quotas, key_of
 from frontends.common.event_loop import AdmissionThrottle, Coalescer
 from frontends.common.generation import Submitter
 from frontends.common.json import OffLoop, read_flag
@@ -125,7 +125,7 @@ class HttpState:
         """Return what submits, as `engines_for` does. A request is detached by `detached: true`, or by an id for its
         stream. `model` may name a LoRA adapter."""
         scope = request.scope
-        key: ApiKey = scope.get("api_key", ANYBODY)
+        key = key_of(scope)
         document: dict[str, Any] = scope.get("document", {})
         model = str(document.get("model") or served.name)
         if not key.may_use(model):

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from frontends.common.auth import ANYBODY, ApiKey
+from frontends.common.auth import key_of
 from frontends.common.json import read_fields, whole_number
 from frontends.http.bodies import MAX_METADATA, read_json
 from frontends.http.openai.batch_store import CHUNK_BYTES, DAY_S, ENDPOINTS, KEEP_S
@@ -95,7 +95,7 @@ async def upload(request: Request) -> Response:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > http.max_file_bytes + CHUNK_BYTES:
         raise _too_large(http.max_file_bytes)
-    file_id = await service.files.begin_file(_key(request).tenant)
+    file_id = await service.files.begin_file(key_of(request.scope).tenant)
     finished = False
     try:
         async with asyncio.timeout(http.body_timeout_s * max(1.0, http.max_file_bytes / http.max_body_bytes)):
@@ -171,7 +171,7 @@ async def files(request: Request) -> Response:
     service: HttpState = request.app.state.service
     query = _read_query(request, FileListFields)
     found, more = await service.files.list_files(
-        _key(request).tenant,
+        key_of(request.scope).tenant,
         purpose=query.purpose,
         after=query.after,
         limit=query.limit,
@@ -183,13 +183,13 @@ async def files(request: Request) -> Response:
 async def file(request: Request) -> Response:
     """Return a file's description."""
     service: HttpState = request.app.state.service
-    return JsonBytes(await service.files.file(request.path_params["id"], _key(request).tenant))
+    return JsonBytes(await service.files.file(request.path_params["id"], key_of(request.scope).tenant))
 
 
 async def file_content(request: Request) -> Response:
     """Return a file's content, as it was uploaded or as a batch wrote it."""
     service: HttpState = request.app.state.service
-    found = await service.files.file(request.path_params["id"], _key(request).tenant)
+    found = await service.files.file(request.path_params["id"], key_of(request.scope).tenant)
 
     async def content() -> AsyncIterator[bytes]:
         place = 0
@@ -205,7 +205,7 @@ async def delete_file(request: Request) -> Response:
     """Delete a file."""
     service: HttpState = request.app.state.service
     file_id = request.path_params["id"]
-    await service.files.delete_file(file_id, _key(request).tenant)
+    await service.files.delete_file(file_id, key_of(request.scope).tenant)
     return JsonBytes({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -218,7 +218,7 @@ async def create_batch(request: Request) -> Response:
     window_s = int(window[1]) * _UNITS[window[2]] if window else 0
     if not 0 < window_s <= MAX_WINDOW_S:
         raise InvalidRequest("completion_window", "must be a number of minutes, hours or days up to 7d, such as 24h")
-    key = _key(request)
+    key = key_of(request.scope)
     keep = fields.output_expires_after
     wanted = {
         "endpoint": fields.endpoint,
@@ -236,27 +236,22 @@ async def batches(request: Request) -> Response:
     """List the batches of this key's tenant, the newest first."""
     service: HttpState = request.app.state.service
     query = _read_query(request, ListFields)
-    found, more = await service.files.list_batches(_key(request).tenant, after=query.after, limit=query.limit)
+    found, more = await service.files.list_batches(key_of(request.scope).tenant, after=query.after, limit=query.limit)
     return _page(found, more)
 
 
 async def batch(request: Request) -> Response:
     """Return a batch: its status, its counts, and its files once it has ended."""
     service: HttpState = request.app.state.service
-    return JsonBytes(await service.files.batch(request.path_params["id"], _key(request).tenant))
+    return JsonBytes(await service.files.batch(request.path_params["id"], key_of(request.scope).tenant))
 
 
 async def cancel_batch(request: Request) -> Response:
     """Cancel a batch; the results of its lines so far are kept."""
     service: HttpState = request.app.state.service
-    found = await service.files.cancel_batch(request.path_params["id"], _key(request).tenant)
+    found = await service.files.cancel_batch(request.path_params["id"], key_of(request.scope).tenant)
     service.batches.wake()
     return JsonBytes(found)
-
-
-def _key(request: Request) -> ApiKey:
-    key: ApiKey = request.scope.get("api_key", ANYBODY)
-    return key
 
 
 def _read_query(request: Request, kind: type[Any]) -> Any:

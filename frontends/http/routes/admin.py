@@ -54,11 +54,18 @@ def _number(name: str, text: str) -> int | float:
         raise InvalidRequest(name, "must be a number") from None
 
 
+def _flag(name: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise InvalidRequest(name, "must be true or false")
+    return text == "true"
+
+
 async def pause(request: Request) -> Response:
     """Refuse new requests; running ones go on. `?wait=true`: answer when they have ended."""
     service: HttpState = request.app.state.service
+    waits = _flag("wait", request.query_params.get("wait", "false"))
     results = await _all(service, "drain", exit=False)
-    if request.query_params.get("wait") == "true":
+    if waits:
         try:
             async with asyncio.timeout(service.config.http.request_timeout_s):
                 await _until_idle(service)

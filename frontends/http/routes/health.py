@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from frontends.common.auth import key_of
 from frontends.common.engine_stats import CONTENT_TYPE, metrics_text, stats_document
 from frontends.common.errors import dialect_of, scrubbed
 from frontends.common.json import whole_number
@@ -23,9 +24,8 @@ MAX_PAGE = 1000  # models in one answer to Anthropic's clients
 
 
 async def models(request: Request) -> Response:
-    """List what is served: the model and its LoRA adapters."""
-    service: HttpState = request.app.state.service
-    cards = _model_cards(service)
+    """List the model and its LoRA adapters, as far as the request's key may use them."""
+    cards = _model_cards(request)
     if not _is_anthropic(request):
         return JsonBytes({"object": "list", "data": cards})
     page, more = _page([_anthropic_card(card) for card in cards], request.query_params)
@@ -34,9 +34,8 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """Return one served model; 404 for any other name."""
-    service: HttpState = request.app.state.service
-    card = next((card for card in _model_cards(service) if card["id"] == request.path_params["model"]), None)
+    """Return one model of the list; 404 for any other name."""
+    card = next((card for card in _model_cards(request) if card["id"] == request.path_params["model"]), None)
     if card is None:
         name = scrubbed(request.path_params["model"][:200])
         raise InferEngineError("model_not_found", f"The model `{name}` does not exist.", field="model")
@@ -105,8 +104,10 @@ async def metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-def _model_cards(service: HttpState) -> list[dict[str, Any]]:
-    """Describe the model, then its LoRA adapters; without an engine as they were announced last."""
+def _model_cards(request: Request) -> list[dict[str, Any]]:
+    """Describe the model, then its LoRA adapters, of those that the key may use; without an engine as they were
+    announced last."""
+    service: HttpState = request.app.state.service
     info = service.model.info
     card = {
         "id": info.name,
@@ -119,7 +120,9 @@ def _model_cards(service: HttpState) -> list[dict[str, Any]]:
         "implementation": info.implementation or "native",
         "without": list(info.without),
     }
-    return [card, *({**card, "id": name, "parent": info.name} for name in info.adapters)]
+    cards = [card, *({**card, "id": name, "parent": info.name} for name in info.adapters)]
+    key = key_of(request.scope)
+    return [card for card in cards if key.may_use(str(card["id"]))]
 
 
 def _is_anthropic(request: Request) -> bool:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message
 
-from frontends.common.auth import ANYBODY, ApiKey
+from frontends.common.auth import key_of
 from frontends.common.json import parse_object
 from frontends.common.resumable import RequestMetadata, unpack_metadata
 from frontends.http.detached import StreamState, read_position, read_stream_id
@@ -47,7 +47,7 @@ async def cancel_stream(request: Request) -> Response:
 
 async def _metadata_of(service: HttpState, request: Request, state: StreamState) -> RequestMetadata:
     """Return a stream's metadata. Raises not_found for a stream that no engine has, or of another tenant."""
-    key: ApiKey = request.scope.get("api_key", ANYBODY)
+    key = key_of(request.scope)
     log = service.registry.resume(state.id, 1, detached=True, context_ids=())
     known = False
     try:

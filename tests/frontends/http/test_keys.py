@@ -105,6 +105,14 @@ def test_a_key_for_other_models_may_not_use_this_one(guarded: Guarded) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
 
 
+def test_a_key_sees_the_models_that_it_may_use(guarded: Guarded) -> None:
+    (served,) = guarded.ask("GET", "/v1/models").json()["data"]
+    assert guarded.ask("GET", "/v1/models", BOB).json()["data"] == []
+    assert guarded.ask("GET", "/v1/models", BOB, headers={"anthropic-version": "2023-06-01"}).json()["data"] == []
+    answers = [guarded.ask("GET", f"/v1/models/{served['id']}", key) for key in (ALICE, BOB)]
+    assert [answer.status_code for answer in answers] == [200, 404]
+
+
 def test_requests_beyond_the_keys_limit_in_flight_are_refused(guarded: Guarded) -> None:
     guarded.house.script = lambda submit, choice: Script(ids("fox " * 60), pause_s=0.01)
     waiting = [threading.Thread(target=guarded.complete, kwargs={"max_tokens": 200}) for _ in range(2)]
@@ -160,9 +168,12 @@ def test_operators_record_a_profile(guarded: Guarded) -> None:
     assert "trace.json.gz" in answer.headers["content-disposition"]
 
 
-@pytest.mark.parametrize(("query", "field"), [("steps=many", "steps"), ("engine=other", "engine")])
-def test_a_bad_profile_is_refused_by_name(guarded: Guarded, query: str, field: str) -> None:
-    answer = guarded.ask("POST", f"/profile?{query}", ADMIN)
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/profile?steps=many", "steps"), ("/profile?engine=other", "engine"), ("/pause?wait=1", "wait")],
+)
+def test_a_bad_query_of_an_operator_is_refused_by_name(guarded: Guarded, path: str, field: str) -> None:
+    answer = guarded.ask("POST", path, ADMIN)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
