@@ -286,7 +286,12 @@ class Run(NamedTuple):
 
 TOGETHER = "--load-together --card-gib 70 --json {json} {peer}"  # on a card of 80 GB
 DRAWN = "--rows 1,16,64,128 --workloads decode-drawn,prefill,first-token,short"
-EIGHT = "{shapes}/llama-3.1-8b"
+EIGHT, SMALL = "{shapes}/llama-3.1-8b", "{shapes}/qwen3-0.6b"
+COMPARED = (  # one run each, beside vLLM
+    "qwen2.5-0.5b", "qwen3-0.6b", "gemma-3-1b", "llama-3.2-1b", "qwen2.5-1.5b", "llama-3.2-3b", "stablelm-3b",
+    "phi-3-mini", "qwen3-4b", "olmo-2-7b", "qwen2.5-7b", "llama-3.1-8b", "granite-3.3-8b", "gemma-2-9b", "glm-4-9b",
+    "qwen3-14b",
+)  # fmt: skip
 LOAD = "--url {url} --input 32 --output 32 --plots {plots} --json {json}"
 RUNS = (
     Run("s1", "inferengine.cli simulate s1 --clock cpu --json {json}"),
@@ -412,6 +417,37 @@ RUNS = (
         cards=1,
         packages=("vllm",),
         limit_s=420.0,
+    ),
+    *(
+        Run(
+            f"burst-{count}",
+            "inferengine.cli bench paired --ours {url} --theirs {theirs} --prompt ids --first-id 300 --last-id 127000 "
+            f"--concurrency {count} --requests {count} --input 128 --output 32 --runs 4 --json {{json}}",
+            service=f"{SMALL} --model.load_format dummy --model.max_model_len 8192 --cache.num_blocks 2400",
+            theirs=f"{SMALL} --load-format dummy --dtype bfloat16 --max-model-len 8192 --gpu-memory-utilization 0.46",
+            shapes=("qwen3-0.6b",),
+            cards=1,
+            packages=("vllm",),
+            limit_s=240.0,
+        )
+        for count in (64, 256)
+    ),
+    *(
+        Run(
+            f"compare-{shape}",
+            f"inferengine.cli bench compare --model {{shapes}}/{shape} --quick --limit 200 --json {{json}} {{peer}}",
+            shapes=(shape,),
+            cards=1,
+            packages=("vllm",),
+            limit_s=420.0,
+        )
+        for shape in COMPARED
+    ),
+    Run(
+        "sampling",
+        "benchmarks.sampling --shape gemma-3-1b --device cuda --features temperature top_p filters --json {json}",
+        cards=1,
+        limit_s=120.0,
     ),
     Run(
         "embeddings-card",
