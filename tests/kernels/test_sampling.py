@@ -140,22 +140,19 @@ def test_a_flat_distribution_does_not_fit_the_candidates_and_is_exact_too(device
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize(
-    ("top_p", "min_p"), [(0.02, 0.0), (0.6, 0.0), (0.95, 0.0), (0.9999, 0.0), (0.95, 0.9), (1.0, 0.9)]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spread", [0.0, 0.02, 1.5])
-def test_flat_rows_are_drawn_without_a_threshold(spread, top_p, min_p, device):
+def test_flat_rows_are_drawn_without_a_threshold(spread, dtype, device):
     """More tokens than fit the candidates are at or above each level that holds enough. Rows of bf16 have ties."""
-    num_rows, vocab_size = 3, 3 * CANDIDATES + 100
-    slots = make_slots(num_rows, device, vocab_size)
-    slots.top_p.fill_(top_p)
-    slots.min_p.fill_(min_p)
-    slots.temperature[1] = 2.0
-    slots.top_p[2], slots.min_p[2] = 0.9, 0.0
-    logits = torch.randn(num_rows, vocab_size, device=device) * spread
-    for rows in (logits, logits.bfloat16()):
-        actual, expected = draw_both(rows, slots, RANDOM | FILTER)
-        assert torch.equal(actual, expected)
+    filters = [(0.02, 0.0), (0.6, 0.0), (0.95, 0.0), (0.9999, 0.0), (0.95, 0.9), (1.0, 0.9)]
+    vocab_size = 3 * CANDIDATES + 100
+    slots = make_slots(len(filters), device, vocab_size)
+    slots.top_p.copy_(torch.tensor([top_p for top_p, _ in filters]))
+    slots.min_p.copy_(torch.tensor([min_p for _, min_p in filters]))
+    slots.temperature[2] = 2.0
+    logits = (torch.randn(len(filters), vocab_size, device=device) * spread).to(dtype)
+    actual, expected = draw_both(logits, slots, RANDOM | FILTER)
+    assert torch.equal(actual, expected)
 
 
 def test_a_draw_that_top_p_does_not_keep_is_drawn_again_above_it(device, monkeypatch):
