@@ -162,7 +162,7 @@ def _compare_choice(
         choice.text
         and wanted.text is not None
         and "tools" not in ask.options
-        and not wanted.text.startswith(choice.text)
+        and _disagrees(choice.text, wanted.text, whole=False)
     ):
         found.append(f"text: {where}: {choice.text!r} does not begin {wanted.text!r}")
     if choice.logprobs is not None and wanted.logprobs is not None:
@@ -203,7 +203,9 @@ def _tie(
 
 
 def _disagrees(got: str, wanted: str, whole: bool) -> bool:
-    return got != wanted if whole else not wanted.startswith(got)
+    """Return whether a text is not the wanted one, or its beginning. One that was cut off within a character ends in
+    U+FFFD."""
+    return got != wanted if whole else not wanted.startswith(got.removesuffix("\ufffd"))
 
 
 def _tie_in_text(

@@ -99,6 +99,18 @@ def test_a_client_that_left_has_the_beginning(reference: Reference) -> None:
     assert differences(ASK, outcome, reference) != []
 
 
+def test_a_text_may_be_cut_off_within_a_character(reference: Reference) -> None:
+    outcome = right(ASK, reference)
+    choice = outcome.choices[0]
+    assert choice.text is not None
+    outcome.left, choice.reason, choice.ends, choice.tokens, choice.logprobs = True, None, 0, None, None
+    whole = choice.text
+    choice.text = whole[:5] + "\ufffd"
+    assert differences(ASK, outcome, reference) == []
+    choice.text = whole[:5] + "\ufffd" + whole[6:8]
+    assert differences(ASK, outcome, reference) != []
+
+
 def test_a_killed_engine_may_end_requests_only_where_that_is_expected(reference: Reference) -> None:
     outcome = Outcome(refused="engine_restarted")
     assert differences(ASK, outcome, reference, killed=True, kills_are_seen=True) == []
