@@ -13,13 +13,14 @@ _claims: list[socket.socket] = []  # UDP sockets of the chosen numbers, until th
 
 
 def free_port() -> int:
-    """Choose a port that is free, and the next one with it: an engine publishes its STATUS there."""
+    """Choose a port that is free, and the next two with it: an engine publishes its STATUS at the first of these, and
+    replays its KV events at the second."""
     while True:
-        port = SystemRandom().randrange(FIRST, LAST, 2)
+        port = SystemRandom().randrange(FIRST, LAST, 4)
         claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
             claim.bind(("127.0.0.1", port))
-            for number in (port, port + 1):
+            for number in range(port, port + 3):
                 socket.create_server(("", number)).close()
         except OSError:
             claim.close()

@@ -38,22 +38,28 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 def replayed(
-    context: zmq.Context[zmq.Socket[bytes]], engine: EngineService, start: int, topic: bytes = b"kv@engine@simulated"
+    context: zmq.Context[zmq.Socket[bytes]],
+    engine: EngineService,
+    start: int,
+    topic: bytes = b"kv@engine@simulated",
+    *,
+    of: str = "",
 ) -> list[tuple[int, Any]]:
-    """Return batches from `start` on, as a router asks for them."""
+    """Return batches from `start` on, as a router asks for them. `of`: one of several addresses of the wire."""
     events = engine.config.cache.events_address
-    address = sockets.replay_address_of_events(events) if events else sockets.replay_address(address_of(engine))
+    address = sockets.replay_address_of_events(events) if events else sockets.replay_address(of or address_of(engine))
     with context.socket(zmq.DEALER) as asker:
+        asker.linger = 0
         asker.connect(address)
         asker.send_multipart([b"", start.to_bytes(8, "big")])
         batches: list[tuple[int, Any]] = []
         while asker.poll(5000):
-            empty, of, number, payload = asker.recv_multipart()
+            empty, sent_topic, number, payload = asker.recv_multipart()
             assert empty == b""
             if payload == b"":
-                assert (of, number) == (b"", END)
+                assert (sent_topic, number) == (b"", END)
                 return batches
-            assert of == topic
+            assert sent_topic == topic
             batches.append((int.from_bytes(number, "big"), msgpack.unpackb(payload)))
     raise AssertionError("the replay never ended")
 
@@ -107,6 +113,18 @@ def test_what_was_missed_is_replayed_from_a_number(
     assert "AllBlocksCleared" in {event["type"] for _, (_, events, _) in batches for event in events}
     assert replayed(context, publishing, len(batches) - 1) == batches[-1:]
     assert replayed(context, publishing, 10**6) == []
+
+
+def test_it_is_replayed_beside_a_second_address_too(connect: Connect, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """STATUS and events are published there too: who misses some of them asks at the next port."""
+    over_tcp = f"tcp://127.0.0.1:{free_port()}"
+    with run_service(cache={"events": True}, wire={"tcp": over_tcp}) as service:
+        client = connect(service)
+        client.submit(1, prompt=PROMPT)
+        client.collect({1})
+        batches = replayed(context, service, 0, of=over_tcp)
+        assert batches
+        assert replayed(context, service, 0) == batches
 
 
 def test_without_the_switch_nothing_is_recorded(engine: EngineService, connect: Connect) -> None:

@@ -67,13 +67,13 @@ class Endpoint:
             if self._own is not None and _is_tcp(address):
                 sockets.require_curve(self.router, self._own)
                 sockets.require_curve(self.pub, self._own)
-            key = "wire.tcp" if address != self.addresses[0] else "wire.socket"
+            key = self._key_of(address)
             self._bind(self.router, address, key)
             self._bind(self.pub, sockets.default_status_address(address), key, f"for STATUS, beside {address}, ")
 
     def _bind_events(self, events_address: str) -> None:
         """Bind what publishes KV events and what replays them; without an address of their own they are published with
-        STATUS. Raises AddressTaken."""
+        STATUS, and replayed beside each address of the wire. Raises AddressTaken."""
         if self.replay is None:
             return
         purpose = "for replayed KV events "
@@ -83,9 +83,14 @@ class Endpoint:
             self._bind(self.events, events_address, key)
             self._bind(self.replay, sockets.replay_address_of_events(events_address), key, purpose)
             return
-        if self._own is not None and _is_tcp(self.addresses[0]):
-            sockets.require_curve(self.replay, self._own)
-        self._bind(self.replay, sockets.replay_address(self.addresses[0]), "wire.socket", purpose)
+        for address in sorted(self.addresses, key=_is_tcp):
+            if self._own is not None and _is_tcp(address):
+                sockets.require_curve(self.replay, self._own)
+            self._bind(self.replay, sockets.replay_address(address), self._key_of(address), purpose)
+
+    def _key_of(self, address: str) -> str:
+        """Return the configuration's key of an address of the wire."""
+        return "wire.socket" if address == self.addresses[0] else "wire.tcp"
 
     def _bind(self, socket: zmq.Socket[bytes], address: str, key: str, purpose: str = "") -> None:
         """Bind and remember an address. `key`: the configuration's, for the message; `purpose`: of an address that
