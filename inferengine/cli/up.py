@@ -119,6 +119,7 @@ def run(arguments: Arguments) -> int:
 def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: float) -> str:
     """Return the text shown once everything runs: the addresses, and a command to try."""
     path, body = example(config)
+    key = " -H 'Authorization: Bearer KEY'" if config.auth.keys_file else ""
     if config.http.uds:
         address, target = f"unix:{config.http.uds}", f"--unix-socket {config.http.uds} http://localhost"
     else:
@@ -131,7 +132,7 @@ def banner(config: Config, http: socket.socket, ws: socket.socket, seconds: floa
             f"  chat page  {listen.url(ws, path='/', scheme='https' if config.ws.tls_certificate else 'http')}",
             *(f"  ZeroMQ     {address}" for address in engine_addresses(config)),
             "Try:",
-            f"  curl {target}{path} -H 'Content-Type: application/json' \\",
+            f"  curl {target}{path} -H 'Content-Type: application/json'{key} \\",
             f"    -d '{json.dumps(body)}'",
             "",
         ]

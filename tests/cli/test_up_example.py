@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inferengine.cli.up import example
+from inferengine.cli.up import banner, example
 from inferengine.config import Config
 
 
@@ -33,3 +34,10 @@ def test_the_example_follows_the_models_kind(values: Any, path: str, tmp_path: P
 
 def test_without_a_folder_it_is_a_completion(tmp_path: Path) -> None:
     assert example(Config().with_values(model={"path": str(tmp_path / "none")}))[0] == "/v1/completions"
+
+
+@pytest.mark.parametrize(("keys_file", "shown"), [("keys.toml", True), ("", False)])
+def test_where_a_key_is_needed_the_example_has_a_place_for_it(keys_file: str, shown: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as http, socket.create_server(("127.0.0.1", 0)) as ws:
+        text = banner(Config().with_values(auth={"keys_file": keys_file}), http, ws, 1.0)
+    assert ("-H 'Authorization: Bearer KEY'" in text) == shown
