@@ -346,7 +346,12 @@ def engine(config: Config) -> Iterator[Finding]:
         welcome = client.connect(ENGINE_TIMEOUT_S)
         age_ms = client.ping(ENGINE_TIMEOUT_S).loop_age_ms
     except InferEngineError:
-        yield Finding(NOTE, "engine", f"none answers at {client.address}; 'inferengine up' starts one")
+        others = other_engines(client.address)
+        remedy = "'inferengine up' starts one"
+        if others:
+            listed = ", ".join(others)
+            remedy = f"others do: {listed}. Name one of them: --wire.socket {others[0]}"
+        yield Finding(NOTE, "engine", f"none answers at {client.address}; {remedy}")
         return
     finally:
         client.close()
@@ -357,6 +362,16 @@ def engine(config: Config) -> Iterator[Finding]:
         yield Finding(PROBLEM, "engine", f"its loop has made no progress for {age_ms / 1000:.0f} s: restart it")
     else:
         yield Finding(OK, "engine", f"{welcome.engine} is {welcome.state}{progress}: {name}; loop age {age_ms:.0f} ms")
+
+
+def other_engines(address: str) -> list[str]:
+    """Return the sockets of other engines in the same folder, such as those of `up --engines 2`."""
+    path = Path(address.removeprefix("ipc://"))
+    if str(path) == address:
+        return []
+    return [
+        f"ipc://{each}" for each in sorted(path.parent.glob("*.sock")) if each != path and listen.answers(str(each))
+    ]
 
 
 @command(PING_OPTIONS, usage=("[--ready] [--timeout S] [--json] [--config FILE] [--section.key VALUE ...]",))

@@ -1,13 +1,16 @@
-"""`inferengine check`: which Python the systemd units can run, and what an executor needs."""
+"""`inferengine check`: which Python the systemd units can run, and what an executor needs, which engines
+answer."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from pathlib import Path
 
 import pytest
 
 from inferengine.cli import check
-from inferengine.cli.check import OK, PROBLEM, out_of_reach
+from inferengine.cli.check import NOTE, OK, PROBLEM, out_of_reach
 from inferengine.config import Config
 
 
@@ -46,3 +49,29 @@ class TestOnnxRuntime:
         (finding,) = check.onnx(self.ASKED)
         assert finding.grade == PROBLEM
         assert "onnxruntime not installed: pip install 'inferengine[onnx]'" in finding.text
+
+
+class TestEngine:
+    def test_where_others_answer_in_the_same_folder_they_are_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`up --engines 2` serves at engine-0.sock and engine-1.sock; a command looks at engine.sock."""
+        monkeypatch.setattr(check, "ENGINE_TIMEOUT_S", 0.1)
+        asked = Config().with_values(wire={"socket": f"ipc://{tmp_path}/engine.sock"})
+        with contextlib.ExitStack() as stack:
+            for number in range(2):
+                server = stack.enter_context(socket.socket(socket.AF_UNIX))
+                server.bind(f"{tmp_path}/engine-{number}.sock")
+                if number == 0:  # nobody listens at the other
+                    server.listen()
+            (finding,) = check.engine(asked)
+        assert finding.grade == NOTE
+        assert f"--wire.socket ipc://{tmp_path}/engine-0.sock" in finding.text
+        assert "engine-1.sock" not in finding.text
+
+    def test_where_there_is_none_the_command_that_starts_one_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(check, "ENGINE_TIMEOUT_S", 0.1)
+        (finding,) = check.engine(Config().with_values(wire={"socket": f"ipc://{tmp_path}/engine.sock"}))
+        assert "'inferengine up' starts one" in finding.text
