@@ -63,6 +63,18 @@ def test_the_cache_is_as_large_as_the_blocks_that_are_asked_for(
     assert json.loads(capsys.readouterr().out)["bytes"]["kv_cache"] == 32_000 * 128 * 1024
 
 
+@pytest.mark.parametrize("memory", ["24", "80"])
+def test_the_cache_is_no_larger_than_all_sequences_could_use(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a small model most of the card stays free: its tokens times the bytes of each are what is told."""
+    assert main(["plan-memory", "--memory", memory, "--engine.device", "cuda", "--json"]) == ExitCode.OK
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["kv_tokens"] == 512 * 2048
+    assert figures["bytes"]["kv_cache"] == figures["kv_tokens"] * figures["kv_bytes_per_token"]
+    assert figures["bytes"]["kv_budget"] > 4 * figures["bytes"]["kv_cache"]
+    assert main(["plan-memory", "--memory", memory, "--engine.device", "cuda"]) == ExitCode.OK
+    assert figure(capsys.readouterr().out, "KV cache") == pytest.approx(3.0, abs=0.01)
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_more_blocks_than_memory_do_not_fit(llama: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
     asked = ["plan-memory", str(llama), "--memory", "80", "--engine.device", device, "--cache.block_size", "32"]

@@ -87,7 +87,7 @@ class MemoryPlan(NamedTuple):
     groups: list[KVGroup]
     cache: CacheSettings
     prompt_shapes: list[MixedShape]  # of the steps with prompts to capture; none for a CPU
-    bytes_of_blocks: int = 0  # of the blocks that cache.num_blocks asks for, a draft model's among them
+    bytes_of_blocks: int = 0  # of all KV blocks, a draft model's among them
     left: int = 0  # what all else leaves of the device: more than kv_budget, which cache.memory_fraction limits
     states: int = 0  # of running requests, that no block holds
     num_snapshots: int = 0  # of states, for prefixes
@@ -96,7 +96,7 @@ class MemoryPlan(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether the model and its KV cache fit, with one sequence at least."""
-        return bool(self.groups) and self.bytes_of_blocks <= self.left
+        return bool(self.groups) and (not self.cache.num_blocks or self.bytes_of_blocks <= self.left)
 
     def sequences(self, num_tokens: int) -> int:
         """Return how many sequences of this length the KV cache holds at once."""
@@ -335,15 +335,11 @@ def make_plan(settings: ExecutorSettings, device_bytes: int, launch_s: float | N
         groups = plan_groups(config, cache, kv_dtype, own) if own > 0 or cache.num_blocks else []
     except ConfigError:  # not even one sequence
         groups = []
-    bytes_of_blocks = 0
-    if cache.num_blocks:
-        configs = [config] if draft is None else [config, draft]
-        per_token = sum(
-            each.kv_bytes_per_token(group, kv_dtype.itemsize)
-            for each in configs
-            for group in range(len(each.group_windows))
-        )
-        bytes_of_blocks = cache.num_blocks * cache.block_size * per_token
+    bytes_of_blocks = sum(
+        group.num_blocks * block_bytes(config, index, cache.block_size, kv_dtype) for index, group in enumerate(groups)
+    )
+    if draft is not None and groups:  # it has as many blocks as the first group, which holds every position
+        bytes_of_blocks += groups[0].num_blocks * block_bytes(draft, 0, cache.block_size, kv_dtype)
     return MemoryPlan(
         weights=weights,
         draft_weights=draft_weights,
@@ -586,7 +582,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         ("KV cache", plan.bytes_of_blocks or plan.kv_budget),
     ]
     lines = [f"  {name:<34}{size / GIB:>9.2f} GiB" for name, size in rows]
-    if plan.bytes_of_blocks:
+    if plan.cache.num_blocks:
         lines.append(f"  {'  without cache.num_blocks':<34}{plan.kv_budget / GIB:>9.2f} GiB")
     if plan.kv_bytes_per_token:
         lines.append(f"  {'KV per token':<34}{plan.kv_bytes_per_token / 1024:>9.1f} KiB")
