@@ -293,6 +293,10 @@ class Registry:
         self._logs: dict[bytes, RequestLog] = {}
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
 
+    def __contains__(self, request_id: bytes) -> bool:
+        """Return whether this process reads the request, or lately did."""
+        return request_id in self._logs
+
     def submit(
         self,
         prompt_ids: Sequence[int],

@@ -278,13 +278,15 @@ class Caller(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A request that was sent. `output` is None for a resumed one: it is in the metadata that the engine keeps."""
+    """A request that was sent. `output` is None for a resumed one: it is in the metadata that the engine keeps.
+    `existed`: this front end knew the request before, or it is resumed; of others the engine says that."""
 
     log: RequestLog
     params: SamplingParams
     cursors: Sequence[int]
     grammar_field: str = ""
     output: OutputOptions | None = None
+    existed: bool = False
 
 
 class SocketRequest:
@@ -361,7 +363,7 @@ class SocketRequest:
             self._claim(self._log)
             if self._span is not None:
                 self._span.accepted(self._log.id.hex(), accept)
-            await self._channel.send(self._accepted(accept))
+            await self._channel.send(self._accepted(accept, prepared.existed))
             await self._choices(prepared, accept, model)
         except InferEngineError as error:
             if error.field == "grammar":  # at the start or in the middle of the output
@@ -391,7 +393,7 @@ class SocketRequest:
             sampling, cursors = from_map(frame.params), frame.cursors or (0,)
             request_id = bytes.fromhex(frame.request_id)
             log = services.registry.resume(request_id, len(cursors), detached=True, context_ids=frame.context_ids)
-            return _Prepared(log, sampling, cursors)
+            return _Prepared(log, sampling, cursors, existed=True)
         if self._span is not None:
             self._span.set_model(frame.model or model.name)
         adapter = model.adapter_of(frame.model)
@@ -406,10 +408,12 @@ class SocketRequest:
                 self._channel.done(_cancelled_done(frame.id, choice, len(params.prompt_ids)))
             return None
         key = self._key
+        chosen_id = None if frame.request_id is None else bytes.fromhex(frame.request_id)
+        existed = chosen_id is not None and chosen_id in services.registry
         log = services.registry.submit(
             params.prompt_ids,
             params.sampling,
-            request_id=None if frame.request_id is None else bytes.fromhex(frame.request_id),
+            request_id=chosen_id,
             detached=frame.detached,
             context_ids=params.context_ids,
             priority=frame.priority if key is ANYBODY else key.urgency(frame.priority),
@@ -425,9 +429,9 @@ class SocketRequest:
             adapter=adapter,
             resubmit=frame.resubmit,
         )
-        return _Prepared(log, params.sampling, (), params.grammar_field, params.output)
+        return _Prepared(log, params.sampling, (), params.grammar_field, params.output, existed)
 
-    def _accepted(self, accept: Accept) -> dict[str, Any]:
+    def _accepted(self, accept: Accept, existed: bool) -> dict[str, Any]:
         assert self._log is not None
         return {
             "type": "accepted",
@@ -435,7 +439,7 @@ class SocketRequest:
             "request_id": self._log.id.hex(),
             "prompt_tokens": accept.prompt_tokens,
             "n": accept.n,
-            "attached": accept.attached,
+            "attached": existed or accept.attached,
             "context_ids": list(self._log.context_ids),
         }
 

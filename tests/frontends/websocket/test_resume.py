@@ -83,6 +83,23 @@ def test_frames_lost_in_flight_are_sent_again(tmp_path):
     assert reading.text[0] == TEXT
 
 
+def test_accepted_says_whether_the_request_existed_before(tmp_path):
+    """The same front end has it, so that the engine is not asked again."""
+    with make_engine(tmp_path, lambda prompt, choice: TEXT) as engine, serving(engine) as server:
+        engine.hold()
+        with open_socket(server) as client:
+            client.generate("r1", detached=True, request_id="ab" * 16)
+            assert client.until("accepted")["attached"] is False
+            client.drop()
+        for again in ({"type": "resume"}, {"type": "generate", "prompt": "the quick"}):
+            with open_socket(server) as client:
+                client.send(id="again", request_id="ab" * 16, detached=True, **again)
+                assert client.until("accepted", "error")["attached"] is True
+                client.drop()
+        engine.release()
+    assert len(engine.submits) == 1
+
+
 def test_another_front_end_resumes_after_the_first_one_died(tmp_path):
     with make_engine(tmp_path, lambda prompt, choice: TEXT) as engine:
         reading = Reading()
