@@ -266,7 +266,10 @@ class WireConfig:
         30.0, "cancel the requests of a client that acknowledges nothing, or is silent, for this long", minimum=0.1
     )
     heartbeat_s: float = _key(
-        2.0, "interval of heartbeats; a client that misses 3 has its requests cancelled", minimum=0.05
+        2.0,
+        "interval of heartbeats; a client whose connection is gone for this long, or that misses 3 of them and cannot "
+        "be reached, has its requests cancelled, but for detached ones",
+        minimum=0.05,
     )
     resume_ttl_s: float = _key(60.0, "how long finished outputs are kept for ATTACH", minimum=0)
     resume_wait_s: float = _key(
@@ -441,7 +444,9 @@ class WsConfig:
     workers: int = _key(1, "processes that share the listening socket", minimum=1, maximum=MAX_WORKERS)
     max_requests: int = _key(64, "most unfinished requests on one socket", minimum=1)
     max_message_bytes: int = _key(4 * 1024 * 1024, "largest frame accepted", minimum=1024)
-    send_queue_messages: int = _key(256, "frames queued for a slow reader, above which its requests pause", minimum=1)
+    send_queue_messages: int = _key(
+        256, "largest window of unacknowledged frames that a socket gets (hello)", minimum=1
+    )
     origins: str = _key("", "additional web origins that may open a socket, comma-separated; *: any")
     max_sockets: int = _key(4096, "most open sockets of all workers, above which new ones get 503", minimum=1)
     allow_public: bool = _key(
