@@ -88,7 +88,10 @@ def test_experts_that_are_made_low_precision_at_load_are_there_in_full_before(tm
 def test_a_cache_that_holds_no_sequence_is_refused(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "small", SMALL)
     weights = weight_bytes(*_described(SMALL), torch.float32)
-    assert "holds no sequence" in reason(folder, weights + 1024, cache={"memory_fraction": 1e-6})
+    assert "(cache.memory_fraction) holds no sequence" in reason(
+        folder, weights + 1024, cache={"memory_fraction": 1e-6}
+    )
+    assert "is asked for (cache.num_blocks)" in reason(folder, 2 * weights, cache={"num_blocks": 10**8})
     assert reason(folder, 2 * weights) == ""
 
 

@@ -105,9 +105,13 @@ def _misfit_of_host_cache(settings: ExecutorSettings, plan: MemoryPlan, left_byt
     try:
         groups = plan_groups(config, plan.cache, kv_dtype, budget)
     except ConfigError:
-        return f"its weights leave {left_bytes / GIB:.2f} GiB, and the share of the KV cache holds no sequence"
+        return (
+            f"its weights leave {left_bytes / GIB:.2f} GiB, and the KV cache's share of that (cache.memory_fraction) "
+            "holds no sequence"
+        )
     size = plan.cache.block_size
     taken = sum(group.num_blocks * block_bytes(config, index, size, kv_dtype) for index, group in enumerate(groups))
     if taken > left_bytes:
-        return f"a KV cache of {taken / GIB:.1f} GiB is asked for, and its weights leave {left_bytes / GIB:.1f}"
+        key = " (cache.num_blocks)" if plan.cache.num_blocks else ""
+        return f"a KV cache of {taken / GIB:.1f} GiB is asked for{key}, and its weights leave {left_bytes / GIB:.1f}"
     return ""
