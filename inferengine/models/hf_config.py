@@ -231,18 +231,24 @@ def read_rope(
 
 
 def _rope_reader(config: ConfigReader, layer_type: str | None, default_theta: float) -> ConfigReader:
-    """Read the object that describes the rotation, of one layer type where it has several."""
-    name = "rope_scaling" if config.value("rope_parameters") is None else "rope_parameters"
-    values = config.value(name)
-    if isinstance(values, dict) and layer_type is not None and layer_type in values:
+    """Read the object that describes the rotation, of one layer type where it has several. `rope_theta` may stand
+    beside it under either of its names."""
+    scaling, parameters = _rope_object(config, "rope_scaling"), _rope_object(config, "rope_parameters")
+    name, values = ("rope_parameters", parameters) if parameters else ("rope_scaling", scaling)
+    if layer_type is not None and layer_type in values:
         values = values[layer_type]
+        if not isinstance(values, dict):
+            raise refused(f"{config.where}: {name}: {layer_type} must be an object; got {_shown(values)}")
+    values = dict(values)
+    values.setdefault("rope_theta", config.number("rope_theta", default_theta))
+    return ConfigReader(values, f"{config.where}: {name}")
+
+
+def _rope_object(config: ConfigReader, name: str) -> dict[str, Any]:
+    values = config.value(name)
     if values is not None and not isinstance(values, dict):
         raise refused(f"{config.where}: {name} must be an object; got {_shown(values)}")
-    values = dict(values or {})
-    if name == "rope_scaling":
-        values.setdefault("rope_theta", config.number("rope_theta", default_theta))
-    config.value("rope_theta"), config.value("rope_scaling")  # transformers 5 may repeat what rope_parameters says
-    return ConfigReader(values, f"{config.where}: {name}")
+    return values or {}
 
 
 def _rope_of_kind(rope: ConfigReader, kind: str, theta: float, head_dim: int, max_position: int) -> RopeConfig:

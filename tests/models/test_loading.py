@@ -303,6 +303,16 @@ def test_yarn_reaches_as_far_as_it_extends():
     assert config_of("llama", rope_parameters=YARN["rope_parameters"]).max_position == 256
 
 
+def test_the_base_of_a_rotation_may_stand_beside_its_other_keys():
+    beside = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 1e6}
+    assert config_of("llama", **beside).rope.theta == 1e6
+    within = {"rope_parameters": {**beside["rope_parameters"], "rope_theta": 5e5}, "rope_theta": 1e6}
+    assert config_of("llama", **within).rope.theta == 5e5
+    kinds = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+    by_kind = config_of("gemma3", rope_parameters=kinds, rope_theta=5e5, rope_local_base_freq=2e4)
+    assert (by_kind.rope.theta, by_kind.local_rope.theta) == (5e5, 2e4)
+
+
 GEMMA_3_4B = {  # as published: what is not said is what Gemma3TextConfig says
     "architectures": ["Gemma3ForConditionalGeneration"],
     "boi_token_index": 255_999,

@@ -47,7 +47,13 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
         rope=read_rope(config, head_dim, max_position, layer_type="full_attention", default_theta=1e6),
         local_rope=(
-            read_rope(config, head_dim, max_position, layer_type="sliding_attention")
+            read_rope(
+                config.without("rope_theta"),
+                head_dim,
+                max_position,
+                layer_type="sliding_attention",
+                default_theta=local_theta,
+            )
             if by_layer_type
             else RopeConfig(local_theta, head_dim)
         ),

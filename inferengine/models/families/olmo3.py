@@ -27,7 +27,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         return dataclasses.replace(shared, local_rope=RopeConfig(shared.rope.theta, shared.head_dim))
     shared = olmo2.read_olmo(config.without("rope_parameters"), windows)
     by_type = [
-        read_rope(config, shared.head_dim, shared.max_position, layer_type=name, default_theta=THETA)
-        for name in ("full_attention", "sliding_attention")
+        read_rope(reader, shared.head_dim, shared.max_position, layer_type=name, default_theta=THETA)
+        for reader, name in ((config, "full_attention"), (config.without("rope_theta"), "sliding_attention"))
     ]
     return dataclasses.replace(shared, rope=by_type[0], local_rope=by_type[1])
