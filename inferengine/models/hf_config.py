@@ -240,8 +240,15 @@ def _rope_reader(config: ConfigReader, layer_type: str | None, default_theta: fl
         if not isinstance(values, dict):
             raise refused(f"{config.where}: {name}: {layer_type} must be an object; got {_shown(values)}")
     values = dict(values)
+    if parameters and layer_type != "sliding_attention" and not _renamed(scaling).items() <= _renamed(values).items():
+        raise refused(f"{config.where}: rope_scaling and rope_parameters differ: keep one of them")
     values.setdefault("rope_theta", config.number("rope_theta", default_theta))
     return ConfigReader(values, f"{config.where}: {name}")
+
+
+def _renamed(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return a rotation's keys with the newer name of its kind."""
+    return {"rope_type" if key == "type" else key: value for key, value in rope.items()}
 
 
 def _rope_object(config: ConfigReader, name: str) -> dict[str, Any]:

@@ -221,6 +221,7 @@ def test_an_index_names_no_file_outside_the_folder(tmp_path):
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be a finite number above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number above 0; got NaN"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling and rope_parameters differ: keep one"),
         ({"rope_parameters": None, "rope_scaling": "yarn"}, "rope_scaling must be an object"),
         ({"rope_parameters": None, "rope_theta": 0}, "rope_theta must be a finite number above 0"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor must be a finite number above 0"),
