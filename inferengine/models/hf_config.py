@@ -203,6 +203,8 @@ def read_rope(
     with `rope_scaling` (before). `partial` is the default share of a head that turns, which a config of the family may
     set; None: all of it, always. `interleaved`: neighbours turn together. `own_keys` are read by the family."""
     rope = _rope_reader(config, layer_type, default_theta)
+    if layer_type is not None:
+        rope.expect("truncate", True)  # transformers looks for it in another place
     kind = str(rope.value("rope_type") or rope.value("type") or "default")
     rope.value("type")
     for key in own_keys:
@@ -216,7 +218,8 @@ def read_rope(
         turning, rotary_dim = 0, _rotary_dim(config, rope, head_dim, partial)
     theta = rope.number("rope_theta", default_theta)
     if kind in ("longrope", "su"):
-        result = _longrope(config, rope, theta, head_dim, max_position, rotary_dim)
+        beside = config if layer_type is None else config.without("original_max_position_embeddings")
+        result = _longrope(beside, rope, theta, head_dim, max_position, rotary_dim)
     else:
         result = _rope_of_kind(rope, kind, theta, head_dim, max_position)
     rope.finish()
@@ -235,15 +238,32 @@ def _rope_reader(config: ConfigReader, layer_type: str | None, default_theta: fl
     beside it under either of its names."""
     scaling, parameters = _rope_object(config, "rope_scaling"), _rope_object(config, "rope_parameters")
     name, values = ("rope_parameters", parameters) if parameters else ("rope_scaling", scaling)
-    if layer_type is not None and layer_type in values:
-        values = values[layer_type]
-        if not isinstance(values, dict):
-            raise refused(f"{config.where}: {name}: {layer_type} must be an object; got {_shown(values)}")
+    if layer_type is not None:
+        values = _of_layer_type(config, layer_type, scaling, parameters)
     values = dict(values)
     if parameters and layer_type != "sliding_attention" and not _renamed(scaling).items() <= _renamed(values).items():
         raise refused(f"{config.where}: rope_scaling and rope_parameters differ: keep one of them")
     values.setdefault("rope_theta", config.number("rope_theta", default_theta))
     return ConfigReader(values, f"{config.where}: {name}")
+
+
+def _of_layer_type(
+    config: ConfigReader, layer_type: str, scaling: dict[str, Any], parameters: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the rotation of one layer type: of `rope_parameters` its own, of `rope_scaling` that of all. Refuses what
+    transformers leaves out in silence."""
+    if not parameters:
+        if scaling.get("type") not in (None, "default", scaling.get("rope_type")):
+            raise refused(f"{config.where}: rope_scaling: name the kind in rope_type: of such a model type is not read")
+        return scaling
+    if not parameters.keys() & {"full_attention", "sliding_attention"}:
+        raise refused(
+            f"{config.where}: rope_parameters must hold a rotation each for full_attention, sliding_attention"
+        )
+    values = parameters.get(layer_type)
+    if values is not None and not isinstance(values, dict):
+        raise refused(f"{config.where}: rope_parameters: {layer_type} must be an object; got {_shown(values)}")
+    return values or {}
 
 
 def _renamed(rope: dict[str, Any]) -> dict[str, Any]:

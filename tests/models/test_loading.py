@@ -27,6 +27,7 @@ from inferengine.models.weights import INDEX
 from inferengine.text.output_parser import FORMATS
 from tests.executor.engine import Engine
 from tests.models.checkpoints import FAMILIES, GEMMA3, LLAMA3, YARN, greedy_reference, make_model, save
+from tests.models.families import CASES
 
 
 @pytest.fixture
@@ -258,6 +259,9 @@ def test_a_config_key_that_changes_nothing_computed_is_named_in_a_warning(folder
     assert "training_run is not known here" in record.getMessage()
 
 
+OLD = {"rope_parameters": None}  # as transformers wrote before 5
+
+
 @pytest.mark.parametrize(
     ("family", "values", "named"),
     [
@@ -267,6 +271,12 @@ def test_a_config_key_that_changes_nothing_computed_is_named_in_a_warning(folder
         ("gemma3", {"layer_types": 5}, "layer_types must be a list of names"),
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 5 layers"),
         ("gemma3", {"rope_parameters": 10_000.0}, "rope_parameters must be an object"),
+        ("gemma3", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters must hold a rotation each for full_"),
+        ("gemma3", {"rope_parameters": {"full_attention": 1e6}}, "full_attention must be an object; got 1000000.0"),
+        ("gemma3", OLD | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "name the kind in rope_type"),
+        ("gemma3", {"layer_types": None, "_sliding_window_pattern": 2}, "_sliding_window_pattern = 2 is not supported"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters must hold a rotation each for full_"),
+        ("olmo3", OLD | {"rope_theta": 1e4}, "rope_theta = 10000 is that of full_attention alone"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
         ("gpt2", {"n_head": 4}, "n_embd = 54 does not divide among n_head = 4"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
@@ -283,7 +293,7 @@ def test_each_family_refuses_by_name(family, values, named):
 
 def config_of(family: str, **values: object) -> DecoderConfig:
     """Return a family's config.json with some values changed, as the engine reads it."""
-    class_name, shapes = FAMILIES[family]
+    class_name, shapes = FAMILIES[family] if family in FAMILIES else CASES[family][:2]
     config = getattr(transformers, class_name)(**shapes).to_dict() | values
     return registry.config_of(config, registry.family(config))
 

@@ -24,10 +24,12 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     window = config.integer("sliding_window", 4096)
     if sees_later:  # it counts tokens on both sides then, and the attention those on one
         window = window // 2 + 1
-    pattern = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
+    pattern = config.integer("sliding_window_pattern", 6)
     if config.value("layer_types") is not None:
+        config.value("_sliding_window_pattern")
         windows = read_windows(config, num_layers, window)
     else:
+        config.expect("_sliding_window_pattern", pattern)  # a note of transformers, which reads the other name alone
         windows = tuple(None if (layer + 1) % pattern == 0 else window for layer in range(num_layers))
     local_theta = config.number("rope_local_base_freq", 10_000.0)
     by_layer_type = config.value("rope_parameters") is not None

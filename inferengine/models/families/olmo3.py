@@ -6,9 +6,8 @@ from __future__ import annotations
 import dataclasses
 
 from inferengine.layers.decoder_config import DecoderConfig
-from inferengine.layers.rotary import RopeConfig
 from inferengine.models.families import olmo2
-from inferengine.models.hf_config import ConfigReader, read_rope, read_windows
+from inferengine.models.hf_config import ConfigReader, read_rope, read_windows, refused
 
 build, weight_map = olmo2.build, olmo2.weight_map
 THETA = 500_000.0
@@ -20,14 +19,16 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     windows = tuple(window if (layer + 1) % 4 else None for layer in range(num_layers))
     if config.value("layer_types") is not None:
         windows = read_windows(config, num_layers, window)
-    parameters = config.value("rope_parameters")
-    if not isinstance(parameters, dict) or not {"full_attention", "sliding_attention"} & parameters.keys():
-        shared = olmo2.read_olmo(config, windows, theta=THETA)
-        assert shared.rope is not None
-        return dataclasses.replace(shared, local_rope=RopeConfig(shared.rope.theta, shared.head_dim))
-    shared = olmo2.read_olmo(config.without("rope_parameters"), windows)
-    by_type = [
+    shared = olmo2.read_olmo(config.without("rope_parameters", "rope_scaling", "rope_theta"), windows)
+    scaled_alone = config.without("rope_scaling", "rope_theta")
+    full, local = (
         read_rope(reader, shared.head_dim, shared.max_position, layer_type=name, default_theta=THETA)
-        for reader, name in ((config, "full_attention"), (config.without("rope_theta"), "sliding_attention"))
-    ]
-    return dataclasses.replace(shared, rope=by_type[0], local_rope=by_type[1])
+        for reader, name in ((config, "full_attention"), (scaled_alone, "sliding_attention"))
+    )
+    if config.value("rope_parameters") is None and full.theta != local.theta and any(windows):
+        raise refused(
+            f"{config.where}: rope_theta = {full.theta:g} is that of full_attention alone for transformers 5: write "
+            "rope_parameters with full_attention and sliding_attention"
+        )
+    reach = int(full.original_max_position * full.factor) if full.kind == "yarn" else 0
+    return dataclasses.replace(shared, rope=full, local_rope=local, max_position=max(shared.max_position, reach))
