@@ -100,6 +100,11 @@ class ConfigReader:
         """Give keys that a family has under names of its own those that others have."""
         self.values = {names.get(name, name): value for name, value in self.values.items()}
 
+    def default_rope(self, rope: dict[str, Any]) -> None:
+        """Set the rotation of a config that says none, of a family where that is not the plain one."""
+        if self.values.get("rope_parameters") is None and not self.values.get("rope_scaling"):
+            self.values = {**self.values, "rope_parameters": rope}
+
     def without(self, *names: str) -> ConfigReader:
         """Return a reader of the other keys, which counts as this one's."""
         reader = ConfigReader({name: value for name, value in self.values.items() if name not in names}, self.where)

@@ -324,6 +324,14 @@ def test_the_base_of_a_rotation_may_stand_beside_its_other_keys():
     assert (by_kind.rope.theta, by_kind.local_rope.theta) == (5e5, 2e4)
 
 
+def test_a_rotation_that_the_config_does_not_say_is_that_of_the_family():
+    ministral, gpt_oss = config_of("ministral3", **OLD), config_of("gpt-oss", **OLD)
+    assert (ministral.rope.kind, ministral.rope.theta, ministral.rope.factor) == ("yarn", 1e6, 16.0)
+    assert ministral.query_scaling == (0.1, 16_384)
+    assert (gpt_oss.rope.kind, gpt_oss.rope.theta, gpt_oss.rope.truncate) == ("yarn", 150_000.0, False)
+    assert (gpt_oss.rope.factor, gpt_oss.rope.original_max_position) == (32.0, 4096)
+
+
 GEMMA_3_4B = {  # as published: what is not said is what Gemma3TextConfig says
     "architectures": ["Gemma3ForConditionalGeneration"],
     "boi_token_index": 255_999,

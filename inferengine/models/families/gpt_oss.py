@@ -4,6 +4,7 @@ second layer, and a score of each head that takes attention without being a key.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from inferengine.kernels.experts import Gating
 from inferengine.layers.decoder_config import DecoderConfig, MoeConfig
@@ -13,12 +14,16 @@ from inferengine.models.families.qwen2_moe import EXPERTS
 from inferengine.models.hf_config import ConfigReader, read_windows
 
 build = llama.build
+ROPE: dict[str, Any] = {  # of a config without a rotation
+    "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
+}  # fmt: skip
 LAST_KEYS = ("initial_context_length", "experts_per_token")  # others say the same
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
     """Read config.json; defaults are those of transformers' GptOssConfig."""
     config.rename(EXPERTS)
+    config.default_rope(ROPE)
     num_layers, window = config.integer("num_hidden_layers"), config.integer("sliding_window", 128)
     windows = tuple(None if layer % 2 else window for layer in range(num_layers))
     if config.value("layer_types") is not None:

@@ -4,18 +4,29 @@ the original context."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import llama
 from inferengine.models.hf_config import ConfigReader, read_windows
 
 build, weight_map = llama.build, llama.weight_map
+ROPE: dict[str, Any] = {  # of a config without a rotation
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
-    """Read config.json."""
+    """Read config.json; defaults are those of transformers' Ministral3Config."""
     window = config.integer("sliding_window") if config.value("sliding_window") is not None else None
     windows = read_windows(config, config.integer("num_hidden_layers"), window)
+    config.default_rope(ROPE)
     rope = config.value("rope_parameters") or config.value("rope_scaling")
     scaling = None
     if isinstance(rope, dict) and rope.get("llama_4_scaling_beta"):
