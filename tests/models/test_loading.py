@@ -332,6 +332,11 @@ def test_a_rotation_that_the_config_does_not_say_is_that_of_the_family():
     assert (gpt_oss.rope.factor, gpt_oss.rope.original_max_position) == (32.0, 4096)
 
 
+@pytest.mark.parametrize(("family", "epsilon"), [("llama", 1e-6), ("mixtral", 1e-5), ("phi3", 1e-5), ("olmoe", 1e-5)])
+def test_an_epsilon_that_the_config_does_not_say_is_that_of_the_family(family, epsilon):
+    assert config_of(family, rms_norm_eps=None).norm_eps == epsilon
+
+
 GEMMA_3_4B = {  # as published: what is not said is what Gemma3TextConfig says
     "architectures": ["Gemma3ForConditionalGeneration"],
     "boi_token_index": 255_999,

@@ -26,7 +26,8 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         intermediate_size=shared.intermediate_size,
     )
     config.skip_training_of_experts()
-    return dataclasses.replace(shared, moe=moe)
+    eps = config.number("rms_norm_eps", 1e-5, zero=True)
+    return dataclasses.replace(shared, norm_eps=eps, moe=moe)
 
 
 def weight_map(config: DecoderConfig) -> WeightMap:

@@ -18,9 +18,9 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     config.value("original_max_position_embeddings")  # part of longrope; without effect where the rotation is plain
     window = config.integer("sliding_window") if config.value("sliding_window") is not None else None
     windows = read_windows(config, config.integer("num_hidden_layers"), window)
-    return dataclasses.replace(
-        llama.read_decoder(config, windows, llama.Defaults(partial=1.0)), qkv_bias=False, out_bias=False
-    )
+    shared = llama.read_decoder(config, windows, llama.Defaults(partial=1.0))
+    eps = config.number("rms_norm_eps", 1e-5, zero=True)
+    return dataclasses.replace(shared, norm_eps=eps, qkv_bias=False, out_bias=False)
 
 
 def weight_map(config: DecoderConfig) -> WeightMap:
