@@ -281,6 +281,7 @@ OLD = {"rope_parameters": None}  # as transformers wrote before 5
         ("gpt2", {"n_head": 4}, "n_embd = 54 does not divide among n_head = 4"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
         ("mistral-window", {"sliding_window": -12}, "sliding_window must be at least 1"),
+        ("mistral-window", {"sliding_window": 0}, "sliding_window must be at least 1; got 0"),
         ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window must be true or false"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types has 'chunked_attention'"),
     ],
@@ -306,6 +307,12 @@ def test_mistral_slides_where_the_config_says_nothing():
     silent = getattr(transformers, class_name)(**shapes).to_dict()
     del silent["sliding_window"]
     assert registry.config_of(silent, registry.family(silent)).windows == (4096,) * 3
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2-moe", "qwen3-moe"])
+def test_a_window_that_is_turned_on_and_null_is_none(family):
+    values = {"use_sliding_window": True, "max_window_layers": int(family == "qwen2-moe"), "sliding_window": None}
+    assert set(config_of(family, **values, layer_types=None).windows) == {None}
 
 
 def test_yarn_reaches_as_far_as_it_extends():

@@ -11,6 +11,6 @@ build, weight_map = llama.build, llama.weight_map
 
 def read_config(config: ConfigReader) -> DecoderConfig:
     """Read config.json. `sliding_window` null: no window; absent: 4096, as in the first Mistral."""
-    on = "sliding_window" not in config.values or config.value("sliding_window")
+    on = "sliding_window" not in config.values or config.value("sliding_window") is not None
     window = config.integer("sliding_window", 4096) if on else None
     return llama.read_decoder(config, read_windows(config, config.integer("num_hidden_layers"), window))

@@ -21,10 +21,17 @@ def read_upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
     """Return each layer's window, from `layer_types`; before transformers 5, layers from `max_window_layers` on have
     one where `use_sliding_window` is set."""
     num_layers = config.integer("num_hidden_layers")
-    on = config.flag("use_sliding_window", False)
-    width = config.integer("sliding_window", 4096)
-    window = width if on else None
+    window = read_switched_window(config)
     if window is None or config.value("layer_types") is not None:
         return read_windows(config, num_layers, window)
     first = config.integer("max_window_layers", 28, least=0)
     return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def read_switched_window(config: ConfigReader) -> int | None:
+    """Return the window where `use_sliding_window` is set: 4096 where the config says none, no window where it says
+    null."""
+    on = config.flag("use_sliding_window", False)
+    said = "sliding_window" not in config.values or config.value("sliding_window") is not None
+    width = config.integer("sliding_window", 4096) if said else None
+    return width if on else None

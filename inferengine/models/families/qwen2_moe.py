@@ -8,6 +8,7 @@ import dataclasses
 from inferengine.layers.decoder_config import DecoderConfig, MoeConfig
 from inferengine.models import llama
 from inferengine.models.decoder import WeightMap, moe_targets
+from inferengine.models.families.qwen2 import read_switched_window
 from inferengine.models.hf_config import ConfigReader, read_windows, refused
 
 build = llama.build
@@ -46,8 +47,7 @@ def _windows(config: ConfigReader) -> tuple[int | None, ...]:
     """Return each layer's window. Without `layer_types`: every second layer of the lower ones, as transformers reads
     it."""
     num_layers = config.integer("num_hidden_layers")
-    on, width = config.flag("use_sliding_window", False), config.value("sliding_window")
-    window = config.integer("sliding_window", 4096) if on and width is not None else 4096 if on else None
+    window = read_switched_window(config)
     lower = config.integer("max_window_layers", 28, least=0)
     if config.value("layer_types") is not None:
         return read_windows(config, num_layers, window)

@@ -8,6 +8,7 @@ import dataclasses
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import llama
 from inferengine.models.families import qwen2_moe
+from inferengine.models.families.qwen2 import read_switched_window
 from inferengine.models.hf_config import ConfigReader
 
 build, weight_map = llama.build, qwen2_moe.weight_map
@@ -15,8 +16,6 @@ build, weight_map = llama.build, qwen2_moe.weight_map
 
 def read_config(config: ConfigReader) -> DecoderConfig:
     """Read config.json."""
-    on = config.flag("use_sliding_window", False)
-    window = config.integer("sliding_window", 4096) if config.value("sliding_window") is not None or on else None
-    windows = (window if on else None,) * config.integer("num_hidden_layers")
+    windows = (read_switched_window(config),) * config.integer("num_hidden_layers")
     shared = llama.read_decoder(config, windows)
     return dataclasses.replace(shared, qk_norm=True, moe=qwen2_moe.read_moe(config))
