@@ -315,6 +315,10 @@ def test_a_window_that_is_turned_on_and_null_is_none(family):
     assert set(config_of(family, **values, layer_types=None).windows) == {None}
 
 
+def test_the_second_name_of_the_window_in_published_gemma_2_is_passed_over():
+    assert config_of("gemma2", sliding_window=12, sliding_window_size=4096).windows == (12, None)
+
+
 def test_yarn_reaches_as_far_as_it_extends():
     extended = {**YARN["rope_parameters"], "factor": 16.0}  # 64 tokens × 16; max_position_embeddings still says 256
     assert config_of("llama", rope_parameters=extended).max_position == 1024

@@ -22,6 +22,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     """Read config.json; defaults are those of transformers' Gemma2Config."""
     config.expect("hidden_activation", "gelu_pytorch_tanh")
     config.expect("use_bidirectional_attention", False)
+    config.value("sliding_window_size")  # published beside sliding_window, which alone is read
     num_layers, window = config.integer("num_hidden_layers"), config.integer("sliding_window", 4096)
     windows = tuple(None if layer % 2 else window for layer in range(num_layers))
     if config.value("layer_types") is not None:
