@@ -282,6 +282,8 @@ OLD = {"rope_parameters": None}  # as transformers wrote before 5
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
         ("mistral-window", {"sliding_window": -12}, "sliding_window must be at least 1"),
         ("mistral-window", {"sliding_window": 0}, "sliding_window must be at least 1; got 0"),
+        ("pythia", {"rope_theta": 500.0}, "rope_theta is not read for this model type: say it as rotary_emb_base"),
+        ("pythia", {"partial_rotary_factor": 1.0}, "partial_rotary_factor is not read for this model type"),
         ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window must be true or false"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types has 'chunked_attention'"),
     ],

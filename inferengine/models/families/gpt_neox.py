@@ -8,10 +8,13 @@ import dataclasses
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import llama
 from inferengine.models.decoder import Target, WeightMap
-from inferengine.models.hf_config import ConfigReader
+from inferengine.models.hf_config import ConfigReader, refused
 
 build = llama.build
-KEYS = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}  # its names of what others have
+KEYS = {  # its names of what others have, and what it is where the config does not say it
+    "rotary_pct": ("partial_rotary_factor", 0.25),
+    "rotary_emb_base": ("rope_theta", 10_000),
+}
 LINEARS = {
     "attention.query_key_value": "attention.qkv",
     "attention.dense": "attention.out",
@@ -24,7 +27,11 @@ LINEARS = {
 
 def read_config(config: ConfigReader) -> DecoderConfig:
     """Read config.json."""
-    config.rename(KEYS)
+    for name, (other, default) in KEYS.items():
+        own = config.values.get(name)
+        if config.value(other) not in (None, default if own is None else own):
+            raise refused(f"{config.where}: {other} is not read for this model type: say it as {name}")
+    config.rename({name: other for name, (other, _) in KEYS.items()})
     windows = (None,) * config.integer("num_hidden_layers")
     shared = llama.read_decoder(
         config,
