@@ -31,16 +31,51 @@ EVERYTHING = {  # `to_dict` of transformers 4, which some tools write in place o
     "repetition_penalty": 1.0, "length_penalty": 1.0, "no_repeat_ngram_size": 0, "num_return_sequences": 1,
     "pruned_heads": {}, "id2label": {"0": "LABEL_0"}, "decoder_start_token_id": None,
 }  # fmt: skip
+SMALL = {name: value for name, value in LLAMA.items() if name not in ("rms_norm_eps", "hidden_act")}
+STARCODER2 = SMALL | {
+    "architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh",
+    "mlp_type": "default", "norm_epsilon": 1e-5, "norm_type": "layer_norm", "sliding_window": 4096, "use_bias": True,
+}  # fmt: skip
+BERT = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"} | {
+    "architectures": ["BertModel"], "model_type": "bert", "hidden_act": "gelu", "layer_norm_eps": 1e-12,
+    "attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1, "position_embedding_type": "absolute",
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "SmolLM2": LLAMA | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
     "Falcon3": LLAMA | {"activation": "swiglu", "head_dim": 16},
     "Vicuna": LLAMA | {"max_sequence_length": 2048, "pretraining_tp": 1},
     "Llama, everything": LLAMA | EVERYTHING,
+    "starcoder2-3b": STARCODER2 | {
+        "activation_function": "gelu", "attention_softmax_in_fp32": True, "layer_norm_epsilon": 1e-5,
+        "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True,
+    },
+    "starcoder2-15b": STARCODER2 | {"rms_norm_eps": 1e-5},
+    "Phi-4-mini": LLAMA | {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "full_attn_mod": 1, "interpolate_factor": 1,
+        "lm_head_bias": False,
+    },
+    "Qwen3-Coder": LLAMA | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "qkv_bias": False, "use_qk_norm": True,
+        "shared_expert_intermediate_size": 0,
+    },
+    "opt-13b": {name: value for name, value in BERT.items() if name in SMALL} | {
+        "architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64,
+        "output_projection": True,
+    },
+    "bge-base-zh": BERT | {
+        "directionality": "bidi", "pooler_fc_size": 768, "pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3,
+        "pooler_size_per_head": 128, "pooler_type": "first_token_transform",
+    },
+    "ms-marco-MiniLM": BERT | {
+        "architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0},
+        "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity",
+    },
     "gpt2-medium": GPT2 | {"n_special": 0, "predict_special_tokens": True},
     "gpt2-xl": GPT2 | {"output_past": True},
     "distilgpt2": GPT2 | {"_num_labels": 1},
     "GPT-2, everything": GPT2 | EVERYTHING,
-}
+}  # fmt: skip
 
 CALIBRATED = {"dynamic": False, "observer": "minmax", "observer_kwargs": {}, "block_structure": None}
 PACKED = {**CALIBRATED, "group_size": 128, "num_bits": 4, "strategy": "group", "symmetric": True, "type": "int"}

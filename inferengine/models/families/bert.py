@@ -19,6 +19,11 @@ from inferengine.models.hf_config import ConfigReader, refused
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 KINDS = ("weight", "bias")
+UNREAD = (  # of training, of a head, of a pooler that no code has, and of sentence-transformers
+    "attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout", "tie_word_embeddings",
+    "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
+    "sbert_ce_default_activation_function",
+)  # fmt: skip
 LAYERS = {
     "attention.self.query": ("attention.qkv", 0),
     "attention.self.key": ("attention.qkv", 1),
@@ -41,8 +46,8 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     config.expect("is_decoder", False)
     config.expect("add_cross_attention", False)
     config.expect("hidden_act", *ACTIVATIONS)
-    for name in ("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout", "tie_word_embeddings"):
-        config.value(name)  # of training, and of a head
+    for name in UNREAD:
+        config.value(name)
     token_types, scores = config.integer("type_vocab_size", 2), _scores(config)
     pad = config.integer("pad_token_id", 0 if model_type == "bert" else 1, least=0)
     unused = 0 if model_type == "bert" else pad + 1  # RoBERTa's positions begin behind that of the padding

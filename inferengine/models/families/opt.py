@@ -22,6 +22,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     config.rename(KEYS)
     config.expect("do_layer_norm_before", True)
     config.expect("_remove_final_layer_norm", False)
+    config.expect("output_projection", True)
     config.expect("layer_norm_elementwise_affine", True)
     config.expect("word_embed_proj_dim", config.integer("hidden_size"))
     bias = config.flag("enable_bias", True)

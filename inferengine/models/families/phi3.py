@@ -15,6 +15,8 @@ build = llama.build
 
 def read_config(config: ConfigReader) -> DecoderConfig:
     """Read config.json."""
+    config.expect("full_attn_mod", 1)  # Phi-4-mini's, of code that is not transformers'
+    config.expect("interpolate_factor", 1)
     config.value("original_max_position_embeddings")  # part of longrope; without effect where the rotation is plain
     window = config.integer("sliding_window") if config.value("sliding_window") is not None else None
     windows = read_windows(config, config.integer("num_hidden_layers"), window)

@@ -16,6 +16,7 @@ build, weight_map = llama.build, qwen2_moe.weight_map
 
 def read_config(config: ConfigReader) -> DecoderConfig:
     """Read config.json."""
+    config.expect("use_qk_norm", True)  # Qwen3-Coder says what all have
     windows = (read_switched_window(config),) * config.integer("num_hidden_layers")
     shared = llama.read_decoder(config, windows)
     return dataclasses.replace(shared, qk_norm=True, moe=qwen2_moe.read_moe(config))

@@ -12,10 +12,22 @@ from inferengine.models.hf_config import ConfigReader, read_windows
 
 build = llama.build
 GELUS = {**llama.GELU_TANH, **llama.GELUS}  # tanh GELU where the config does not say
+IN_WORDS = {"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True}  # the code does it always
+UNREAD = (  # published beside the keys that are read, and left out by transformers
+    "activation_function",
+    "attention_softmax_in_fp32",
+    "layer_norm_epsilon",
+    "rms_norm_eps",
+    "scale_attention_softmax_in_fp32",
+)
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
     """Read config.json."""
+    for name, only in IN_WORDS.items():
+        config.expect(name, only)
+    for name in UNREAD:
+        config.value(name)
     window = config.integer("sliding_window") if config.value("sliding_window") is not None else None
     windows = read_windows(config, config.integer("num_hidden_layers"), window)
     shared = llama.read_decoder(config, windows, llama.Defaults(eps="norm_epsilon", activations=GELUS, tied=True))
