@@ -159,13 +159,20 @@ def weight_files(folder: Path) -> list[Path]:
         for name in names:
             if Path(name).name != name:
                 raise refused(f"{INDEX} names a file outside the folder: {name}")
-            if not (folder / name).is_file():
-                raise refused(f"{name} stands in {INDEX} but is missing: fetch the weights again")
+            if not _is_file(folder / name):
+                raise refused(f"{name[:200]} stands in {INDEX} but is missing: fetch the weights again")
         return [folder / name for name in names]
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith(OTHERS))
     if not files:
         raise refused("there are no *.safetensors files: other formats are not read, convert the weights")
     return files
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _index_of(folder: Path) -> dict[str, str]:
@@ -243,8 +250,7 @@ class _Loader:
             wanted = [whole, place.shape[0] // experts, *place.shape[1:]]
             if shape != wanted and shape == [
                 wanted[0],
-                wanted[2],
-                wanted[1],
+                *reversed(wanted[1:]),
             ]:  # published so (Qwen 3-VL), saved so or not
                 target = target._replace(transpose=True)
         if target.transpose:

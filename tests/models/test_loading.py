@@ -26,7 +26,7 @@ from inferengine.models.hf_config import ConfigReader, read_json
 from inferengine.models.weights import INDEX
 from inferengine.text.output_parser import FORMATS
 from tests.executor.engine import Engine
-from tests.models.checkpoints import FAMILIES, GEMMA3, LLAMA3, YARN, greedy_reference, make_model, save
+from tests.models.checkpoints import FAMILIES, GEMMA3, LLAMA3, YARN, greedy_reference, make_model, model_of, save
 from tests.models.families import CASES
 
 
@@ -174,6 +174,18 @@ def test_a_file_of_the_index_that_is_missing_is_named(tmp_path):
     gone = sorted(folder.glob("*.safetensors"))[1]
     gone.unlink()
     assert refusal(folder).startswith(f"{gone.name} stands in {INDEX} but is missing")
+
+
+def test_a_file_name_in_the_index_that_none_can_have_is_missing(folder):
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "x" * 5000}}))
+    assert "stands in model.safetensors.index.json but is missing" in refusal(folder)
+
+
+def test_a_misshaped_bias_of_all_experts(tmp_path):
+    case = CASES["gpt-oss"]
+    save(model_of(case.config, case.values), tmp_path)
+    edit_tensors(tmp_path, model__layers__0__mlp__experts__down_proj_bias=torch.zeros(5, 47))
+    assert "experts.down_proj_bias has shape [5, 47] where config.json asks for [5, 48]" in refusal(tmp_path)
 
 
 def test_a_tensor_that_the_index_lacks_is_named(tmp_path):
