@@ -60,6 +60,7 @@ MATHEMATICAL = (
 )
 # fmt: on
 LAYER_COUNTS = ("num_hidden_layers", "n_layer")
+MOST = 2**31 - 1  # of any count or size, so that a product of two is a tensor's size
 MOST_LAYERS = 4096  # each is built before the first tensor shows whether it exists
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -119,8 +120,9 @@ class ConfigReader:
         value = int(value)
         if value < least:
             raise refused(f"{self.where}: {name} must be at least {least}; got {value}")
-        if name in LAYER_COUNTS and value > MOST_LAYERS:
-            raise refused(f"{self.where}: {name} must be at most {MOST_LAYERS}; got {value}")
+        most = MOST_LAYERS if name in LAYER_COUNTS else MOST
+        if value > most:
+            raise refused(f"{self.where}: {name} must be at most {most}; got {_shown(value)}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED, *, zero: bool = False) -> float:
@@ -309,11 +311,16 @@ def _rope_of_kind(rope: ConfigReader, kind: str, theta: float, head_dim: int, ma
             raise refused(f"{rope.where}: high_freq_factor must be above low_freq_factor")
         return result
     if kind == "yarn":
+        factor = rope.number("factor")
+        if theta <= 1:
+            raise refused(f"{rope.where}: rope_theta must be above 1 for yarn; got {theta:g}")
+        if factor * max_position > MOST:
+            raise refused(f"{rope.where}: factor = {factor:g} extends the context beyond {MOST} tokens")
         return RopeConfig(
             theta,
             head_dim,
             kind,
-            factor=rope.number("factor"),
+            factor=factor,
             original_max_position=rope.integer("original_max_position_embeddings", max_position),
             attention_factor=rope.optional_number("attention_factor"),
             beta_fast=rope.optional_number("beta_fast") or 32.0,
@@ -348,6 +355,8 @@ def _longrope(
     original = rope.integer("original_max_position_embeddings", max_position)
     if config.value("original_max_position_embeddings") is not None:  # Phi's place for it
         original = config.integer("original_max_position_embeddings")
+    if original < 2:
+        raise refused(f"{rope.where}: original_max_position_embeddings must be at least 2 for longrope")
     factors: list[tuple[float, ...]] = []
     for name in ("short_factor", "long_factor"):
         values = rope.value(name)

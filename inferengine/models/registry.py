@@ -23,11 +23,14 @@ BY_MODEL_TYPE = {family.model_type: family.architecture for family in FAMILIES}
 
 def family(values: dict[str, Any]) -> ModelFamily:
     """Return the module for the architecture that config.json names. Raises ConfigError where there is none."""
-    names = values.get("architectures") or [BY_MODEL_TYPE.get(str(values.get("model_type")), values.get("model_type"))]
+    listed = values.get("architectures") or []
+    if not all(isinstance(name, str) for name in (listed if isinstance(listed, list) else [listed])):
+        raise refused(f"config.json: architectures must be a list of names; got {str(listed)[:80]}")
+    names = listed or [BY_MODEL_TYPE.get(str(values.get("model_type")), values.get("model_type"))]
     name = names[0] if isinstance(names, list) and names else names
     if is_headless(values):
         name = BY_MODEL_TYPE[str(values["model_type"])]
-    if not isinstance(name, str) or name not in MODULES:
+    if name not in MODULES:
         if transformers_fallback.knows(values):
             return cast(ModelFamily, transformers_fallback)
         reason = transformers_fallback.why_not(values)
