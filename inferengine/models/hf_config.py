@@ -364,11 +364,14 @@ def _longrope(
         if not numbers or len(values) != rotary_dim // 2:
             raise refused(f"{rope.where}: {name} must be a list of {rotary_dim // 2} numbers above 0")
         factors.append(tuple(float(value) for value in values))
+    factor = rope.optional_number("factor")
+    if factor is None:
+        factor = config.integer("max_position_embeddings") / original
     return RopeConfig(
         theta,
         head_dim,
         "longrope",
-        factor=rope.optional_number("factor") or max_position / original,
+        factor=factor,
         original_max_position=original,
         attention_factor=rope.optional_number("attention_factor"),
         short_factor=factors[0],

@@ -234,6 +234,14 @@ def test_an_index_names_no_file_outside_the_folder(tmp_path):
         ({"max_position_embeddings": 0}, "max_position_embeddings must be at least 1"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be a finite number above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number above 0; got NaN"),
+        (
+            {
+                "rope_parameters": {"rope_type": "longrope", "short_factor": [1] * 10, "long_factor": [1] * 10},
+                "original_max_position_embeddings": 32,
+                "max_position_embeddings": None,
+            },
+            "max_position_embeddings is missing",
+        ),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling and rope_parameters differ: keep one"),
         ({"rope_parameters": None, "rope_scaling": "yarn"}, "rope_scaling must be an object"),
