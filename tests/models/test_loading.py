@@ -349,6 +349,14 @@ def test_the_second_name_of_the_window_in_published_gemma_2_is_passed_over():
     assert config_of("gemma2", sliding_window=12, sliding_window_size=4096).windows == (12, None)
 
 
+def test_gemma_4_whose_layers_are_all_alike_is_read_as_transformers_saves_it():
+    name = "gemma4-26b, experts beside a block"
+    alike = {"global_head_dim": 20, "num_global_key_value_heads": 4}
+    config = getattr(transformers, CASES[name].config)(**CASES[name].values | alike).to_dict()
+    assert config["per_layer_config"] == {}
+    assert registry.config_of(config, registry.family(config)).full_kv is None
+
+
 def test_yarn_reaches_as_far_as_it_extends():
     extended = {**YARN["rope_parameters"], "factor": 16.0}  # 64 tokens × 16; max_position_embeddings still says 256
     assert config_of("llama", rope_parameters=extended).max_position == 1024

@@ -138,6 +138,8 @@ def _full_shape(
     if config.value("num_global_key_value_heads") is not None and keys_as_values:
         published["num_key_value_heads"] = config.integer("num_global_key_value_heads")
     by_layer = config.value("per_layer_config")
+    if by_layer == {}:  # transformers writes it where no layer differs
+        return shape
     if by_layer is not None:
         full = {layer for layer, window in enumerate(windows) if window is None}
         values = by_layer if isinstance(by_layer, dict) else {}
