@@ -397,6 +397,16 @@ def read_windows(config: ConfigReader, num_layers: int, window: int | None) -> t
     return tuple(known[name] for name in layer_types)
 
 
+def read_one_window(config: ConfigReader) -> tuple[int | None, ...]:
+    """Read each layer's window of a family to all of whose layers transformers gives `sliding_window`, whatever
+    `layer_types` says: a list that says something else is refused."""
+    window = config.integer("sliding_window") if config.value("sliding_window") is not None else None
+    windows = read_windows(config, config.integer("num_hidden_layers"), window)
+    if set(windows) != {window}:
+        raise refused(f"{config.where}: layer_types is not read for this model type: every layer has sliding_window")
+    return windows
+
+
 def read_eos(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """Read the token ids that end a generation: generation_config.json's, else config.json's; one or several."""
     path = folder / "generation_config.json"

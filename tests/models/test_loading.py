@@ -287,6 +287,7 @@ def test_a_config_key_that_changes_nothing_computed_is_named_in_a_warning(folder
     assert "training_run is not known here" in record.getMessage()
 
 
+MIXED = ["sliding_attention", "full_attention"]
 OLD = {"rope_parameters": None}  # as transformers wrote before 5
 
 
@@ -312,6 +313,10 @@ OLD = {"rope_parameters": None}  # as transformers wrote before 5
         ("mistral-window", {"sliding_window": 0}, "sliding_window must be at least 1; got 0"),
         ("pythia", {"rope_theta": 500.0}, "rope_theta is not read for this model type: say it as rotary_emb_base"),
         ("pythia", {"partial_rotary_factor": 1.0}, "partial_rotary_factor is not read for this model type"),
+        *(
+            (name, {"sliding_window": 9, "layer_types": MIXED}, "layer_types is not read for this model type")
+            for name in ("ministral3", "mixtral", "starcoder2", "phi3")
+        ),
         ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window must be true or false"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types has 'chunked_attention'"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import llama
-from inferengine.models.hf_config import ConfigReader, read_windows
+from inferengine.models.hf_config import ConfigReader, read_one_window
 
 build, weight_map = llama.build, llama.weight_map
 ROPE: dict[str, Any] = {  # of a config without a rotation
@@ -24,8 +24,7 @@ ROPE: dict[str, Any] = {  # of a config without a rotation
 
 def read_config(config: ConfigReader) -> DecoderConfig:
     """Read config.json; defaults are those of transformers' Ministral3Config."""
-    window = config.integer("sliding_window") if config.value("sliding_window") is not None else None
-    windows = read_windows(config, config.integer("num_hidden_layers"), window)
+    windows = read_one_window(config)
     config.default_rope(ROPE)
     rope = config.value("rope_parameters") or config.value("rope_scaling")
     scaling = None

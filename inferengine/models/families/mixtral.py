@@ -8,7 +8,7 @@ from inferengine.layers.decoder_config import DecoderConfig, MoeConfig
 from inferengine.models import llama
 from inferengine.models.decoder import WeightMap, moe_targets
 from inferengine.models.families.qwen2_moe import EXPERTS
-from inferengine.models.hf_config import ConfigReader, read_windows
+from inferengine.models.hf_config import ConfigReader, read_one_window
 
 build = llama.build
 PARTS = ("w1", "w3", "w2")  # gate, up and down
@@ -16,8 +16,7 @@ PARTS = ("w1", "w3", "w2")  # gate, up and down
 
 def read_config(config: ConfigReader) -> DecoderConfig:
     """Read config.json."""
-    window = config.integer("sliding_window") if config.value("sliding_window") is not None else None
-    windows = read_windows(config, config.integer("num_hidden_layers"), window)
+    windows = read_one_window(config)
     shared = llama.read_decoder(config, windows, llama.Defaults(theta=1e6))
     config.rename(EXPERTS)
     moe = MoeConfig(

@@ -8,7 +8,7 @@ import dataclasses
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import llama
 from inferengine.models.decoder import Target, WeightMap
-from inferengine.models.hf_config import ConfigReader, read_windows
+from inferengine.models.hf_config import ConfigReader, read_one_window
 
 build = llama.build
 
@@ -18,8 +18,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     config.expect("full_attn_mod", 1)  # Phi-4-mini's, of code that is not transformers'
     config.expect("interpolate_factor", 1)
     config.value("original_max_position_embeddings")  # part of longrope; without effect where the rotation is plain
-    window = config.integer("sliding_window") if config.value("sliding_window") is not None else None
-    windows = read_windows(config, config.integer("num_hidden_layers"), window)
+    windows = read_one_window(config)
     shared = llama.read_decoder(config, windows, llama.Defaults(partial=1.0))
     eps = config.number("rms_norm_eps", 1e-5, zero=True)
     return dataclasses.replace(shared, norm_eps=eps, qkv_bias=False, out_bias=False)

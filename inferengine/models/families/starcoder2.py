@@ -8,7 +8,7 @@ import dataclasses
 from inferengine.layers.decoder_config import DecoderConfig
 from inferengine.models import llama
 from inferengine.models.decoder import WeightMap, mlp_targets
-from inferengine.models.hf_config import ConfigReader, read_windows
+from inferengine.models.hf_config import ConfigReader, read_one_window
 
 build = llama.build
 GELUS = {**llama.GELU_TANH, **llama.GELUS}  # tanh GELU where the config does not say
@@ -28,8 +28,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         config.expect(name, only)
     for name in UNREAD:
         config.value(name)
-    window = config.integer("sliding_window") if config.value("sliding_window") is not None else None
-    windows = read_windows(config, config.integer("num_hidden_layers"), window)
+    windows = read_one_window(config)
     shared = llama.read_decoder(config, windows, llama.Defaults(eps="norm_epsilon", activations=GELUS, tied=True))
     bias = config.flag("use_bias", True)
     return dataclasses.replace(shared, qkv_bias=bias, out_bias=bias, mlp_bias=bias, gated_mlp=False, norm="layer")
