@@ -104,6 +104,30 @@ def test_text_is_answered_as_transformers_does(name, tmp_path):
     compare(save(model, tmp_path), model, Case("", {}))
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "named"),
+    [
+        (
+            "Qwen3-VL",
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
+            "use_sliding_window is",
+        ),
+        ("Qwen3-VL-MoE", {"use_sliding_window": True, "sliding_window": 9}, "use_sliding_window is not read for qwen3"),
+        ("Gemma3", {"final_logit_softcapping": 5.0}, "final_logit_softcapping is not read for gemma3"),
+        ("Mistral3", {"sliding_window": 9, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}, "layer_ty"),
+    ],
+)
+def test_what_transformers_leaves_out_of_such_a_model_is_refused(name, values, named):
+    class_name, parts = CASES[name]
+    config = getattr(transformers, class_name)(**parts).to_dict()
+    config |= {"text_config": config["text_config"] | values}
+    config["architectures"] = [class_name.replace("Config", "ForConditionalGeneration")]
+    if "max_window_layers" in values:
+        config["text_config"]["layer_types"] = ["sliding_attention"] * 3
+    with pytest.raises(ConfigError, match=named):
+        registry.config_of(config, registry.family(config))
+
+
 def test_tensors_may_have_the_names_of_transformers_memory(tmp_path):
     model = model_of("Llava")
     path = save(model, tmp_path) / "model.safetensors"

@@ -43,9 +43,21 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     inner = ConfigReader(text, name)
     result = _family(str(text["model_type"]), name).read_config(inner)
     inner.finish()
+    _refuse_what_is_left_out(str(config.values.get("model_type")), result, name)
     for key in config.values:
         config.value(key)
     return result
+
+
+def _refuse_what_is_left_out(model_type: str, text: DecoderConfig, where: str) -> None:
+    """Refuse what the text model alone computes, and transformers leaves out in a model that also sees. No published
+    model has it. Raises ConfigError."""
+    if model_type in ("qwen3_vl", "qwen3_vl_moe") and any(text.windows):
+        raise refused(f"{where}: use_sliding_window is not read for {model_type}: set it to false")
+    if model_type == "gemma3" and text.logits_softcap is not None:
+        raise refused(f"{where}: final_logit_softcapping is not read for {model_type}: set it to null")
+    if model_type == "mistral3" and len(set(text.windows)) > 1:
+        raise refused(f"{where}: layer_types is not read for {model_type}: every layer has sliding_window")
 
 
 def _text_values(config: ConfigReader) -> dict[str, Any]:
