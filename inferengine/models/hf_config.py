@@ -60,7 +60,7 @@ MATHEMATICAL = (
 )
 # fmt: on
 LAYER_COUNTS = ("num_hidden_layers", "n_layer")
-MOST = 2**31 - 1  # of any count or size, so that a product of two is a tensor's size
+MOST = 2**40  # of any count or size; torch counts elements up to 2^63
 MOST_LAYERS = 4096  # each is built before the first tensor shows whether it exists
 DTYPES = ("float32", "float16", "bfloat16")
 
