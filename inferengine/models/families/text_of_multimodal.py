@@ -56,7 +56,7 @@ def _refuse_what_is_left_out(model_type: str, text: DecoderConfig, where: str) -
         raise refused(f"{where}: use_sliding_window is not read for {model_type}: set it to false")
     if model_type == "gemma3" and text.logits_softcap is not None:
         raise refused(f"{where}: final_logit_softcapping is not read for {model_type}: set it to null")
-    if model_type == "mistral3" and len(set(text.windows)) > 1:
+    if text.model_type == "mistral" and len(set(text.windows)) > 1:
         raise refused(f"{where}: layer_types is not read for {model_type}: every layer has sliding_window")
 
 
