@@ -242,6 +242,24 @@ def test_int8_is_near_to_fp32_in_a_fraction_of_the_bytes(folder: Path) -> None:
     assert sizes[1] < 0.6 * sizes[0]
 
 
+@pytest.mark.parametrize(
+    ("machine", "flags", "most"),
+    [
+        ("x86_64", "avx2 fma", 64), ("x86_64", "avx2 avx512_vnni", 127), ("x86_64", "avx2 avx_vnni", 127),
+        ("x86_64", None, 64), ("aarch64", "asimd", 127),
+    ],
+)  # fmt: skip
+def test_codes_are_as_large_as_the_processor_can_add(
+    machine: str, flags: str | None, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "cpuinfo"
+    if flags is not None:
+        info.write_text(f"flags : {flags}\n")
+    monkeypatch.setattr(export, "CPU_INFO", info)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert export.most_code() == most
+
+
 # -- a step's runs -----------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import re
 import shutil
 import tempfile
@@ -64,6 +65,7 @@ PAGE = 4096  # bytes; each weight is aligned to it
 WEIGHTS, MANIFEST = "weights.bin", "manifest.json"
 GRAPHS = ("body", "head", "norm")
 SMALLEST_SCALE = 1e-30  # scale of a row of zeros
+CPU_INFO = Path("/proc/cpuinfo")
 LOCK, UNFINISHED = ".lock", ".unfinished-"
 FAR = -3.4e38  # masks a score: its exp is 0, and unlike -inf a row that is fully masked gives no NaN
 
@@ -117,7 +119,8 @@ def export_folder(settings: ExecutorSettings) -> Path:
     source = settings.folder.resolve()
     digest = hashlib.sha256(Path(__file__).read_bytes())
     digest.update(
-        f"{onnx.__version__} {settings.quantization} {settings.random_weights} {settings.seed} {source}".encode()
+        f"{onnx.__version__} {settings.quantization} {most_code()} {settings.random_weights} {settings.seed} "
+        f"{source}".encode()
     )
     digest.update((settings.folder / "config.json").read_bytes())
     if not settings.random_weights:
@@ -311,6 +314,17 @@ class Weights(NamedTuple):
     codes: dict[int, tuple[TensorLocation, TensorLocation]]
 
 
+def most_code() -> int:
+    """Return the largest int8 code of a weight. On x86 without VNNI, ONNX Runtime adds two products of 8-bit inputs and
+    weights in 16 bits, which 255 * 64 * 2 does not exceed and larger codes do (its option reduce_range)."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return 127
+    try:
+        return 127 if "vnni" in CPU_INFO.read_text() else 64
+    except OSError:
+        return 64
+
+
 def _write_int8(model: Llama, table: torch.Tensor | None, file: Path, progress: Progress) -> Weights:
     """Write a weights file in which the weights of products are quantized to int8, one scale for each output channel.
 
@@ -319,6 +333,7 @@ def _write_int8(model: Llama, table: torch.Tensor | None, file: Path, progress: 
     """
     products = {id(module.weight) for module in model.modules() if isinstance(module, Linear)} | {id(table)}
     found = Weights({}, {})
+    most = most_code()
     with file.open("wb") as writer:
 
         def put(name: str, array: torch.Tensor, number_type: int = TensorProto.FLOAT) -> TensorLocation:
@@ -333,7 +348,7 @@ def _write_int8(model: Llama, table: torch.Tensor | None, file: Path, progress: 
             if id(parameter) not in products or parameter is model.embed.weight:
                 found.numbers[id(parameter)] = put(name, parameter.data)
             if id(parameter) in products:
-                scales = parameter.data.abs().amax(1).clamp_min(SMALLEST_SCALE * 127.0) / 127.0
+                scales = parameter.data.abs().amax(1).clamp_min(SMALLEST_SCALE * most) / most
                 codes = torch.round(parameter.data / scales.unsqueeze(1)).to(torch.int8).t()
                 found.codes[id(parameter)] = (
                     put(f"{name}.codes", codes, TensorProto.INT8),
