@@ -30,8 +30,8 @@ def read_upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
 
 def read_switched_window(config: ConfigReader) -> int | None:
     """Return the window where `use_sliding_window` is set: 4096 where the config says none, no window where it says
-    null."""
-    on = config.flag("use_sliding_window", False)
-    said = "sliding_window" not in config.values or config.value("sliding_window") is not None
-    width = config.integer("sliding_window", 4096) if said else None
-    return width if on else None
+    null. Where it is not set the width says nothing: transformers writes 0 for Qwen 2 MoE."""
+    on, width = config.flag("use_sliding_window", False), config.value("sliding_window")
+    if not on or ("sliding_window" in config.values and width is None):
+        return None
+    return config.integer("sliding_window", 4096)
