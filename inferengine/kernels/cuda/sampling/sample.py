@@ -497,7 +497,9 @@ def settle(
         if above < target:
             rounds = DRAWS
         else:
-            winner, token = gumbel_argmax(row, 0, VOCAB, VOCAB, temperature, seed, position, score, True, BLOCK, FAST)
+            winner, token = gumbel_argmax(
+                row, 0, VOCAB, VOCAB, temperature, seed, position, score, True, 4 * BLOCK, FAST
+            )
     return winner, token
 
 
