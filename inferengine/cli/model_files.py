@@ -104,7 +104,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             raise BadModel(f"{path.name} is no whole safetensors file: fetch it again")
         try:
             header = json.loads(file.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             header = None
     if isinstance(header, dict):
         header.pop("__metadata__", None)
@@ -168,7 +168,9 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
         document = json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadModel(f"{name} is missing: this is no whole checkpoint folder") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except OSError as error:
+        raise BadModel(f"{name} cannot be read ({error.strerror or error})") from None
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and lists nested for ever
         raise BadModel(f"{name} is not valid JSON ({error}): fetch it again") from None
     if not isinstance(document, dict):
         raise BadModel(f"{name} is not a JSON object: fetch it again")

@@ -13,7 +13,7 @@ from typing import Any
 from inferengine.config import Config
 from inferengine.config.embedding_modules import read_embedding_modules
 from inferengine.config.model_path import model_folder, served_name
-from inferengine.errors import ConfigError
+from inferengine.errors import ConfigError, InferEngineError
 from inferengine.gguf.checkpoint import architecture_of, eos_token_ids
 from inferengine.gguf.reader import SUFFIX, read_gguf
 from inferengine.gguf.tokenizer import tokenizer_files
@@ -34,17 +34,28 @@ class ModelCard:
 
 
 def read_model_card(config: Config) -> ModelCard:
-    """Read the card. Raises ConfigError naming `model.path` when the folder holds no checkpoint."""
+    """Read the card. Raises ConfigError naming `model.path` when the folder holds no checkpoint, or a file that cannot
+    be parsed."""
     folder = model_folder(config)
     if folder.suffix == SUFFIX:
         return _card_of_gguf(config, folder)
     if not (folder / "config.json").is_file():
         raise ConfigError("model.path", f"{folder.name} holds no config.json: name a checkpoint folder")
     files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
-    model_config = {"config.json": (folder / "config.json").read_bytes()}
-    sources = [read_json(files, "generation_config.json"), read_json(model_config, "config.json")]
+    documents = _documents({**files, "config.json": (folder / "config.json").read_bytes()})
+    sources = [documents.get("generation_config.json", {}), documents["config.json"]]
     eos = next((ids for ids in map(_eos_ids, sources) if ids), ())
     return ModelCard(served_name(config), folder, files, fingerprint(files), eos, pooling_of(config, folder))
+
+
+def _documents(files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
+    """Read the JSON files, by name. Raises ConfigError naming one that is broken and the place in it.
+
+    tokenizer.json is left to the tokenizer's own library: it has megabytes."""
+    try:
+        return {name: read_json(files, name) for name in files if name.endswith(".json") and name != "tokenizer.json"}
+    except InferEngineError as error:
+        raise ConfigError("model.path", f"{error.message}: fetch it again") from None
 
 
 def _card_of_gguf(config: Config, path: Path) -> ModelCard:

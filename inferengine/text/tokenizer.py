@@ -250,8 +250,8 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
         return {}
     try:
         document = json.loads(content)
-    except (ValueError, RecursionError):
-        raise InferEngineError("engine_error", f"{name} of the model is not valid JSON") from None
+    except (ValueError, RecursionError) as error:
+        raise InferEngineError("engine_error", f"{name} of the model is not valid JSON ({error})") from None
     if not isinstance(document, dict):
         raise InferEngineError("engine_error", f"{name} of the model does not hold a JSON object")
     return document

@@ -97,6 +97,7 @@ def test_a_broken_checkpoint_names_the_file(tmp_path: Path, name: str, content: 
         b'{"a": {"dtype": "F32", "shape": ["0"], "data_offsets": [0, 0]}}',
         b'{"a": {"shape": [0], "data_offsets": [0, 0]}}',
         b"[" * 100_000,
+        b'{"a": ' + b"1" * 5000 + b"}",
     ],
     ids=lambda header: header[:60].decode(),
 )
@@ -115,9 +116,10 @@ def test_an_index_that_names_no_files_is_refused(weight_map: object, tmp_path: P
         inspect(folder)
 
 
-def test_json_that_is_nested_for_ever_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"vocab_size": ' + "1" * 5000 + "}"], ids=["deep", "long"])
+def test_json_that_python_cannot_hold_is_refused(text: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path)
-    (folder / "config.json").write_text("[" * 100_000)
+    (folder / "config.json").write_text(text)
     with pytest.raises(BadModel, match=r"config\.json is not valid JSON"):
         inspect(folder)
 
