@@ -98,8 +98,11 @@ class ConfigReader:
         self._seen: set[str] = set()
 
     def rename(self, names: dict[str, str]) -> None:
-        """Give keys that a family has under names of its own those that others have."""
-        self.values = {names.get(name, name): value for name, value in self.values.items()}
+        """Give keys that a family has under names of its own those that others have. One that is null counts as
+        absent."""
+        optional = {*names, *names.values()}
+        kept = {name: value for name, value in self.values.items() if value is not None or name not in optional}
+        self.values = {names.get(name, name): value for name, value in kept.items()}
 
     def default_rope(self, rope: dict[str, Any]) -> None:
         """Set the rotation of a config that says none, of a family where that is not the plain one."""
@@ -340,7 +343,11 @@ def _rotary_dim(config: ConfigReader, rope: ConfigReader, head_dim: int, partial
     if partial is None:
         rope.expect("partial_rotary_factor", 1.0)
         return head_dim
-    share = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", partial))
+    beside = config.number("partial_rotary_factor", partial)
+    place = rope if "partial_rotary_factor" in rope.values else config
+    if place.values.get("partial_rotary_factor", partial) is None:  # to transformers 1 or an error, by the family
+        raise refused(f"{place.where}: partial_rotary_factor is null: leave it out, or say which share of a head turns")
+    share = rope.number("partial_rotary_factor", beside)
     rotary_dim = int(head_dim * share)
     if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
         raise refused(

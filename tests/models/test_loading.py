@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -317,6 +318,11 @@ OLD = {"rope_parameters": None}  # as transformers wrote before 5
             (name, {"sliding_window": 9, "layer_types": MIXED}, "layer_types is not read for this model type")
             for name in ("ministral3", "mixtral", "starcoder2", "phi3")
         ),
+        *(
+            (name, OLD | {"partial_rotary_factor": None}, "config.json: partial_rotary_factor is null: leave it out")
+            for name in ("glm", "nemotron", "stablelm")
+        ),
+        ("glm", {"rope_parameters": {"partial_rotary_factor": None}}, "rope_parameters: partial_rotary_factor is null"),
         ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window must be true or false"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types has 'chunked_attention'"),
     ],
@@ -376,6 +382,20 @@ def test_the_base_of_a_rotation_may_stand_beside_its_other_keys():
     kinds = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
     by_kind = config_of("gemma3", rope_parameters=kinds, rope_theta=5e5, rope_local_base_freq=2e4)
     assert (by_kind.rope.theta, by_kind.local_rope.theta) == (5e5, 2e4)
+
+
+@pytest.mark.parametrize("within", [{}, {"original_max_position_embeddings": 64}], ids=["nowhere", "in rope_scaling"])
+def test_phi_3_reads_the_length_before_longrope_where_transformers_does(within):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    values = {
+        "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 64, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 8192,
+        "rope_scaling": {"type": "longrope", **factors, **within},
+    }  # fmt: skip
+    theirs = transformers.Phi3Config.from_dict(copy.deepcopy(values)).rope_parameters
+    rope = registry.config_of(values, registry.family(values)).rope
+    assert rope.original_max_position == theirs["original_max_position_embeddings"] == 4096
+    assert rope.factor == 2.0
 
 
 def test_a_rotation_that_the_config_does_not_say_is_that_of_the_family():
@@ -493,6 +513,13 @@ def test_eos_comes_from_the_generation_config(folder, stored, expected):
     edit_config(folder, eos_token_id=1)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stored}))
     assert registry.read_model_config(folder)[0].eos_token_ids == expected
+
+
+@pytest.mark.parametrize("values", [{}, {"eos_token_id": None}], ids=["absent", "null"])
+def test_a_generation_config_without_eos_leaves_it_to_the_config(folder, values):
+    edit_config(folder, eos_token_id=1)
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    assert registry.read_model_config(folder)[0].eos_token_ids == (1,)
 
 
 def test_a_tied_weight_is_held_once():

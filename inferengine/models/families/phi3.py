@@ -11,13 +11,15 @@ from inferengine.models.decoder import Target, WeightMap
 from inferengine.models.hf_config import ConfigReader, read_one_window
 
 build = llama.build
+ORIGINAL_MAX_POSITION = 4096  # where the config does not say it
 
 
 def read_config(config: ConfigReader) -> DecoderConfig:
     """Read config.json."""
     config.expect("full_attn_mod", 1)  # Phi-4-mini's, of code that is not transformers'
     config.expect("interpolate_factor", 1)
-    config.value("original_max_position_embeddings")  # part of longrope; without effect where the rotation is plain
+    if config.value("original_max_position_embeddings") is None:  # transformers reads no other place, even of longrope
+        config.values = {**config.values, "original_max_position_embeddings": ORIGINAL_MAX_POSITION}
     windows = read_one_window(config)
     shared = llama.read_decoder(config, windows, llama.Defaults(partial=1.0))
     eps = config.number("rms_norm_eps", 1e-5, zero=True)
