@@ -760,8 +760,6 @@ def read_options(body: dict[str, Any], config: Config, *, label: str, continues_
 
 def read_structure(body: dict[str, Any], config: Config) -> tuple[GrammarSpec | None, str]:
     """Read the grammar that the output must match, and the name of the request's field that has it."""
-    if body.get("structured_outputs") == {}:  # asks for nothing, as clients send that fill in every field
-        body = {**body, "structured_outputs": None}
     spec, field = read_grammar(body), grammar_field(body)
     if spec is not None:
         validate_grammar(spec, config.limits, path=field)

@@ -60,13 +60,17 @@ def grammar_field(body: Mapping[str, Any]) -> str:
 
 
 def _fields_that_ask(body: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a body that ask for a grammar. A response_format of type text, which several clients send by
-    default, and {}, of those that send every field, ask for nothing."""
-    asked = [name for name in ("response_format", "structured_outputs", *GUIDED_FIELDS) if body.get(name) is not None]
-    format = body.get("response_format")
+    """Return the fields of a body that ask for a grammar.
+
+    A response_format of type text asks for nothing: several clients send it by default. So do {} as response_format and
+    {} as structured_outputs, of clients that send every field."""
+    values = {name: body.get(name) for name in ("response_format", "structured_outputs", *GUIDED_FIELDS)}
+    format = values["response_format"]
     if isinstance(format, Mapping) and (not format or format.get("type") == "text"):
-        asked.remove("response_format")
-    return asked
+        values["response_format"] = None
+    if values["structured_outputs"] == {}:
+        values["structured_outputs"] = None
+    return [name for name, value in values.items() if value is not None]
 
 
 def _read_spec(name: str, body: Mapping[str, Any]) -> GrammarSpec:

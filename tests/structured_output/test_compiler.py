@@ -217,7 +217,7 @@ def test_a_spec_survives_the_wire() -> None:
         ),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
-        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": None}}, "structured_outputs"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": 5}, "guided_regex"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
@@ -233,3 +233,5 @@ def test_a_bad_field_is_named(body: dict[str, Any], field: str) -> None:
 def test_text_and_nothing_ask_for_nothing() -> None:
     assert read_grammar({}) is None
     assert read_grammar({"response_format": {"type": "text"}}) is None
+    assert read_grammar({"response_format": {}, "structured_outputs": {}}) is None
+    assert read_grammar({"structured_outputs": {}, "guided_regex": "a+"}) == GrammarSpec("regex", "a+")

@@ -126,6 +126,7 @@ def test_a_conversation_with_calls_and_results_reaches_the_model(tmp_path):
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "lark"),
         ({"response_format": {"type": "json_object"}}, "json_object"),
         ({"structured_outputs": {"regex": "a+"}}, "regex"),
+        ({"structured_outputs": {}}, None),
     ],
 )
 def test_a_forced_format_is_a_grammar_for_the_engine(tmp_path, fields, kind):
