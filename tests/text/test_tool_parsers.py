@@ -252,6 +252,14 @@ GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "",
         [("f", """{"first name": "x", "it's": 1, "a=b": [2], "ﬁ": 3}""")],
     ),
+    (
+        "pythonic",  # names of functions that OpenAI allows and Python does not
+        "[2d-plot(x=1), -f(), 3(x=2)]",
+        "",
+        [("2d-plot", '{"x": 1}'), ("-f", "{}"), ("3", '{"x": 2}')],
+    ),
+    ("pythonic", "[2 (see below)]", "[2 (see below)]", []),
+    ("pythonic", "[2024-01-01 (Monday), 2]", "[2024-01-01 (Monday), 2]", []),
     ("pythonic", "[f(my-key=1, my-key=2)]", "[f(my-key=1, my-key=2)]", []),
     ("pythonic", '[f(x=1, **{"x": 2})]', '[f(x=1, **{"x": 2})]', []),
     ("pythonic", "[f(**g)]", "[f(**g)]", []),

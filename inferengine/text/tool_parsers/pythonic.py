@@ -15,9 +15,9 @@ from typing import Any
 from inferengine.text.tool_parsers.base import CallDelta, Content, Part
 
 START, END = "<|python_start|>", "<|python_end|>"
-_BEGIN = re.compile(r"\s*\[\s*([A-Za-z_][\w.-]{0,127})\s*\(")
-_MAY_BEGIN = re.compile(r"\s*(\[\s*([A-Za-z_][\w.-]{0,127}\s*)?)?")
-_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9_.-][\w.-]{0,127}")  # of a function; 2d-plot too
+_BEGIN = re.compile(rf"\s*\[\s*({_NAME.pattern})\s*\(")
+_MAY_BEGIN = re.compile(rf"\s*(\[\s*({_NAME.pattern}\s*)?)?")
 BARE_NAME = re.compile(r"[\w$@](?:[\w$@.:/ -]*[\w$@])?")  # of a parameter that is written before =
 _ARGUMENT = re.compile(rf"\s*({BARE_NAME.pattern})\s*=(?!=)")
 _SIGN = re.compile(r""""(?:[^"\\]|\\.)*+"?|'(?:[^'\\]|\\.)*+'?|[()\[\]{},]""", re.DOTALL)  # a text or a sign between
