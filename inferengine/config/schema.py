@@ -46,8 +46,11 @@ def _key(
     choices: tuple[Any, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
+    is_file_name: bool = False,
 ) -> Any:
-    metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
+    metadata = {
+        "help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "is_file_name": is_file_name,
+    }  # fmt: skip
     return field(default=default, metadata=metadata)
 
 
@@ -88,7 +91,9 @@ class ModelConfig:
 class EngineConfig:
     """The engine process: device, sizes of a step, watchdogs."""
 
-    name: str = _key("engine", "name of this engine, part of the socket's file name")
+    name: str = _key(
+        "engine", "name of this engine, part of the socket's file name: letters, digits, _, - and .", is_file_name=True
+    )
     executor: str = _key(
         "torch",
         "what computes: torch, onnx (ONNX Runtime), remote (a device elsewhere, section remote), upstream (another "

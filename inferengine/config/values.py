@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import logging
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from inferengine.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "INFERENGINE_"
 MAX_WIRE_PORT = 65533  # the two after an engine's are those of its STATUS and of its KV events
+FILE_NAME = re.compile(r"[\w.-]+")
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,8 @@ def convert(name: str, item: dataclasses.Field[Any], raw: Any) -> Any:
         raise ConfigError(name, f"must be at least {minimum}; got {value}")
     if maximum is not None and value > maximum:
         raise ConfigError(name, f"must be at most {maximum}; got {value}")
+    if item.metadata["is_file_name"] and not FILE_NAME.fullmatch(value):
+        raise ConfigError(name, f"must have letters, digits, _, - and . only: files are named by it; got {value!r}")
     return value
 
 

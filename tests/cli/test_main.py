@@ -102,6 +102,8 @@ def test_an_unknown_key_in_the_file_is_an_error(tmp_path: Path) -> None:
         (b"[http]\nport = -1\n", r"http\.port: must be at least 0; got -1 \(in service\.toml\)"),
         (b"[http]\nworkers = 100000\n", r"http\.workers: must be at most 256; got 100000"),
         (b"[cache]\nmemory_fraction = 90\n", r"cache\.memory_fraction: must be at most 1; got 90"),
+        (b'[engine]\nname = "a/b"\n', r"engine\.name: must have letters, digits, _, - and \. only: .*; got 'a/b' \(in"),
+        (b'[engine]\nname = ""\n', r"engine\.name: must have letters, digits, _, - and \. only"),
         (b"port = 1\n", "port: keys stand inside a"),
         (b"[http\n", "service.toml is not valid TOML"),
         (b"\xff\xfe", "service.toml is not valid TOML"),
