@@ -168,10 +168,11 @@ _DEFAULTS = tuple((field.name, field.default) for field in msgspec.structs.field
 NAMES = tuple(name for name, _ in _DEFAULTS)
 
 
-def of_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """Return what one of the `n` choices runs with. Only the first answers `prompt_logprobs`: the others share its
-    prompt and compute none of it."""
-    return params if choice == 0 or params.prompt_logprobs is None else params.replace(prompt_logprobs=None)
+def of_choice(params: SamplingParams, place: int) -> SamplingParams:
+    """Return what one of a request's choices runs with. `place`: its place among those that run.
+
+    Only the first of them answers `prompt_logprobs`: the others share its prompt and compute none of it."""
+    return params if place == 0 or params.prompt_logprobs is None else params.replace(prompt_logprobs=None)
 
 
 def from_map(values: Mapping[str, Any], *, path: str = "params") -> SamplingParams:

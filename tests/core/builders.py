@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from array import array
 
-from inferengine.core.executor import Capacity, KVGroup
+from inferengine.core.executor import Capacity, KVGroup, TokenLogprobs
 from inferengine.core.scheduler.scheduler import Scheduler, SchedulerOptions
 from inferengine.core.sequence import Request, Sequence, make_share
 from inferengine.core.speculation import Proposer
@@ -201,6 +201,7 @@ class Run:
         self.finished: dict[int, tuple[str, object]] = {}
         self.rows: dict[int, object] = {}
         self.embeddings: dict[int, bytes] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self.compile_at_once = True
 
     @property
@@ -225,6 +226,8 @@ class Run:
             for uid, vector in (output.embeddings or {}).items():
                 assert uid not in self.embeddings, f"{uid} has two vectors"
                 self.embeddings[uid] = vector
+            for uid, rows in (output.prompt_logprobs or {}).items():
+                self.prompt_logprobs.setdefault(uid, rows)  # a preempted prompt starts over
             for row in output.finished:
                 assert row.uid not in self.finished, f"{row.uid} ended twice"
                 self.finished[row.uid] = (row.reason, row.detail)

@@ -126,6 +126,24 @@ def test_choices_of_one_token_each_find_the_prompt_of_the_first_though_it_has_en
     assert run.executor.num_computed_tokens == 41 + 15 * 1
 
 
+@OVERLAP
+@pytest.mark.parametrize("steps", [0, 1])
+def test_when_the_first_choice_ends_another_one_tells_the_log_probabilities_of_the_prompt(
+    max_in_flight: int, steps: int
+) -> None:
+    params = SamplingParams(prompt_logprobs=0)
+    requests = [
+        replace(request, params=of_choice(params, place)) for place, request in enumerate(choices(3, prompt=40))
+    ]
+    run = Run(make_capacity(64), max_in_flight=max_in_flight, budget=8).submit(*requests)
+    for _ in range(steps):
+        run.step()
+    run.cancel(1)
+    run.to_end()
+    assert {uid: len(rows) for uid, rows in run.prompt_logprobs.items()} == {2: 39}
+    assert {uid: run.outputs[uid] for uid in (2, 3)} == {r.uid: expected_output(r) for r in requests[1:]}
+
+
 def test_prompt_tokens_whose_logits_are_wanted_take_twice_of_the_budget() -> None:
     run = Run(make_capacity(64), budget=32)
     run.submit(make_request(1, prompt=100, prompt_logprobs=5)).step()

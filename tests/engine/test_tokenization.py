@@ -17,6 +17,8 @@ from inferengine.engine.services.preparation import TextService
 from inferengine.simulation.simulated_executor import SimulatedExecutor
 from inferengine.text import TextStream, Tokenizer
 from inferengine.wire.messages import Accept, Attach, Bye, Cancel, Reject, Step, StopFound, to_u32
+from tests.core.builders import make_capacity
+from tests.core.memory_executor import MemoryExecutor
 from tests.engine.builders import check_idle, make_card, run_service, small_capacity, wait_until
 from tests.engine.conftest import Connect
 
@@ -350,13 +352,13 @@ def test_cancelling_while_it_is_tokenized_is_answered_once(engine: EngineService
 
 
 @contextmanager
-def tokenizing_for_ever(engine: EngineService) -> Iterator[None]:
-    """Let the tokenizing of any text go on until the end of the context."""
+def tokenizing_for_ever(engine: EngineService, num_tokens: int = 1) -> Iterator[None]:
+    """Let the tokenizing of any text go on until the end of the context. It has `num_tokens` then."""
     over = threading.Event()
 
     def encode(text: str | None, messages: object, most: int) -> list[int]:
         over.wait(30.0)
-        return [1]
+        return [1] * num_tokens
 
     engine.io._texts._encode = encode  # type: ignore[method-assign]
     try:
@@ -407,6 +409,21 @@ class TestOneChoiceOfAPendingRequest:
         assert all(len(collected.tokens[stream]) == 8 for stream in {1, 2, 3} - {1 + choice})
         assert client.receive(0.5) is None
         check_idle(engine)
+
+    def test_the_first_that_runs_tells_the_log_probabilities_of_the_prompt(self, connect: Connect) -> None:
+        with run_service(lambda: MemoryExecutor(make_capacity(64))) as engine:
+            client = connect(engine)
+            with tokenizing_for_ever(engine, num_tokens=9):
+                client.submit(1, text="fox dog", params={"n": 3, "prompt_logprobs": 0}, max_tokens=8)
+                client.send(Cancel((1,)))
+                client.settle()
+            collected = client.collect({1, 2, 3})
+            assert [done.reason for stream in (1, 2, 3) for done in collected.done[stream]] == [
+                "abort",
+                *["length"] * 2,
+            ]
+            told = [(stream, len(rows)) for step in collected.steps for stream, rows in step.prompt_logprobs]
+            assert told == [(2, 8)]
 
     def test_each_of_the_others_has_a_grammar_of_its_own(self, connect: Connect) -> None:
         card = make_card()

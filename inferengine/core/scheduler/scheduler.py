@@ -624,7 +624,7 @@ class Scheduler:
         """Join the chunks of a prompt. A preempted prompt starts over: what is known already is skipped."""
         for row, items in new.items():
             sequence, start = scheduled.rows[row], scheduled.plan.starts[row]
-            if sequence.status is SequenceStatus.FINISHED or sequence.request.choice:  # choices share the prompt
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
             known = self._prompt_logprobs.setdefault(sequence.uid, [])
             if start <= len(known):

@@ -7,7 +7,7 @@ by the readers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inferengine.core.constraints import Grammar
@@ -276,12 +276,13 @@ class SchedulerState:
         """Queue the other choices of a prompt that is computed.
 
         If its choice ended before that, the next choice computes the prompt for the others: n choices never cost more
-        than one prompt.
+        than one prompt. It tells the prompt's log-probabilities too.
         """
         released = self.forks.release(parent.uid)
         if released and parent.first_token_s is None:
             leader = released.pop(0)
             leader.leader = None
+            self._ask_about_prompt(leader, parent.request.params.prompt_logprobs)
             for sequence in released:
                 self.forks.hold(leader.uid, sequence)
             released = [leader]
@@ -366,6 +367,14 @@ class SchedulerState:
             raise RuntimeError("requests for log-probabilities are miscounted")
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _ask_about_prompt(self, sequence: Sequence, prompt_logprobs: int | None) -> None:
+        """Let a sequence that has not run tell so many log-probabilities of each of its prompt's tokens."""
+        if prompt_logprobs is not None:
+            self.num_scored -= sequence.request.wants_logprobs
+            params = sequence.request.params.replace(prompt_logprobs=prompt_logprobs)
+            sequence.request = replace(sequence.request, params=params)
+            self.num_scored += sequence.request.wants_logprobs
 
     def _queue(self, sequence: Sequence) -> None:
         fork_of = sequence.request.fork_of

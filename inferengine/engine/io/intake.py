@@ -720,12 +720,12 @@ class Intake:
             Request(
                 uid=first + choice,
                 prompt_ids=prompt,
-                params=of_choice(params, choice),
+                params=of_choice(params, place),
                 max_tokens=max_tokens,
                 eos_token_ids=self._eos,
                 seed=choice_seed(seed, choice),
                 choice=choice,
-                fork_of=None if choice == running[0] else first + running[0],
+                fork_of=None if place == 0 else first + running[0],
                 priority=message.priority,
                 tenant=message.tenant,
                 share=submission.share,
@@ -739,7 +739,7 @@ class Intake:
                 prediction_ids=prediction,
                 pooling=submission.pooling,
             )
-            for choice in running
+            for place, choice in enumerate(running)
         ]
         submission.num_prompt = len(prompt)
         if message.messages is None:  # the output continues the prompt's text

@@ -386,7 +386,7 @@ class OutputLog:
         self.logprobs: list[TokenLogprobs] | None = None
         if submission.params.logprobs is not None:
             self.logprobs = [UNKNOWN] * self.num_before
-        wants_prompt = submission.params.prompt_logprobs is not None and choice == 0
+        wants_prompt = submission.params.prompt_logprobs is not None  # the first choice that lives has them
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wants_prompt else None
         self.text: TextLog | None = None
         self.early_text: TextLog | None = None  # of the first tokens, while a reader of text waits for that of all
