@@ -140,6 +140,7 @@ class ChoiceOutput:
         self.prompt_ids = prompt_ids
         self.num_tokens = 0
         self.finish: Finish | None = None
+        self._usage_wait_s = USAGE_WAIT_S
         self.prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens after the first
         self._stream = stream
         self._text = text
@@ -194,11 +195,12 @@ class ChoiceOutput:
         return [self._piece(token_ids, delta.logprobs, finish)]
 
     async def settle(self) -> None:
-        """Wait for the engine's usage of a choice that a stop string ended here, at most USAGE_WAIT_S."""
+        """Wait for the engine's usage of a choice that a stop string ended here, at most USAGE_WAIT_S in all."""
         if not self._ended or self.finish is not None:
             return
+        wait_s, self._usage_wait_s = self._usage_wait_s, 0.0
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(USAGE_WAIT_S):
+            async with asyncio.timeout(wait_s):
                 async for delta in self._stream:
                     if delta.finish is not None:  # an error has no usage
                         self.finish = delta.finish if delta.finish.reason != "error" else None

@@ -227,6 +227,8 @@ class EventStream(Response):
         """Send the events of all choices as they arrive. Returns the error of the first choice that fails."""
         generation, format, reader = self._generation, self._format, self._reader
         async for choice, pieces in generation.merged():
+            if len(generation.choices) == 1 and pieces[-1].is_last:
+                await choice.settle()  # its last event may carry the usage
             if reader is None:
                 body = format.events(generation, choice, pieces)
             else:
@@ -303,6 +305,7 @@ class Relay:
         self._template: EventTemplate | None = None
         self._rest: Delta | None = None  # taken, and written in the next turn: a slow socket lets much pile up
         self._last: Piece | None = None
+        self._late: list[Piece] = []  # the end by a stop string that was found here, until the engine's usage is known
         self._failure: BaseException | None = None
         self._blocked: Coroutine[Any, Any, None] | None = None
         self._left = False
@@ -325,6 +328,10 @@ class Relay:
             self._left = True
         if self._failure is not None:
             raise self._failure
+        if self._late:
+            await self._choice.settle()
+            body = self._format.events(self._generation, self._choice, self._late)
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
         return None if self._last is None else self._last.error
 
     def take_news(self) -> None:
@@ -353,6 +360,9 @@ class Relay:
         pieces = choice.read(delta, per_token=True, rest=self._rest)
         if pieces[-1].is_last:
             self._last = pieces[-1]
+            if choice.finish is None:
+                self._late = pieces
+                return b""
         body = self._format.events(self._generation, choice, pieces)
         if template is None and choice.is_plain:
             self._template = self._format.template(choice)

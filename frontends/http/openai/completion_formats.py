@@ -213,7 +213,7 @@ class ChunkEncoder:
         if self._usage_at_end and choice["finish_reason"] is not None:
             usage = generation.usage()
             shown = usage_object(usage._replace(completion_tokens=usage.completion_tokens - num_later))
-            if generation.choices[0].finish is None:  # a stop string ended it here; the engine's usage is still to come
+            if generation.choices[0].finish is None:  # a stop string ended it here, and the engine did not answer
                 del shown["prompt_tokens_details"]
             extra = {**extra, "usage": shown}
         return self.head + dumps(choice) + self._tail(generation, extra, num_later)

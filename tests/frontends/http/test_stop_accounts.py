@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.frontends.http.embedded import Embedded
 
 PROMPT = "What is a KV cache? " * 20
@@ -44,6 +46,17 @@ def test_the_last_chunk_of_a_stopped_stream_has_the_engines_usage(embedded: Embe
         assert end == "[DONE]"
         assert json.loads(usage)["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
         assert json.loads(usage)["usage"]["completion_tokens"] < ASKED["max_tokens"]
+
+
+@pytest.mark.parametrize("more", [{}, {"detached": True}], ids=["attached", "detached"])
+def test_usage_beside_the_choice_counts_what_was_cached(embedded: Embedded, more: dict[str, Any]) -> None:
+    """Clients that send no stream_options read it in the last chunk of the choice."""
+    stop, cached = stop_string(embedded)
+    lines = embedded.post("/v1/completions", **ASKED, **more, stop=stop, stream=True).text.splitlines()
+    *_, last, end = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert end == "[DONE]"
+    assert json.loads(last)["choices"][0]["stop_reason"] == stop
+    assert json.loads(last)["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
 
 
 def test_and_the_other_dialects(embedded: Embedded) -> None:
