@@ -26,8 +26,8 @@ Several refused requests get different seconds, one for each place that becomes 
 server as the page's own, and only the Host header shows the difference. So a server without keys on a loopback address
 answers requests for loopback addresses, localhost and the names that the operator lists, and refuses all others. On an
 address that other machines can reach (http.allow_public) names are checked only if some are listed. With keys nothing
-is checked, because a foreign page has no key. A request without a Host header does not come from a browser and is
-accepted.
+is checked, because a foreign page has no key. A request of HTTP/1.0 without a Host header does not come from a browser
+and is accepted.
 """
 
 from __future__ import annotations
@@ -585,8 +585,10 @@ class AllowedHosts:
 
 
 class HostMiddleware:
-    """ASGI middleware that refuses hosts and origins with 403 while no API keys are required, and several Host headers
-    with 400 always (RFC 9112, section 3.2): each of them may lead another proxy somewhere else."""
+    """ASGI middleware that refuses hosts and origins with 403 while no API keys are required.
+
+    Several Host headers, and in HTTP/1.1 none, are refused with 400 always (RFC 9112, section 3.2): each of several may
+    lead another proxy somewhere else."""
 
     def __init__(self, app: ASGIApp, hosts: AllowedHosts, keys: KeyRing, refusals: RefusalMetrics) -> None:
         self._app = app
@@ -598,8 +600,11 @@ class HostMiddleware:
         """Pass a request on, or refuse its host or origin."""
         if scope["type"] != "lifespan":
             try:
-                if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+                num_hosts = sum(name == b"host" for name, _ in scope["headers"])
+                if num_hosts > 1:
                     raise InvalidRequest("Host", "must be one header: this request has several")
+                if not num_hosts and scope.get("http_version") == "1.1":
+                    raise InvalidRequest("Host", "is missing, which HTTP/1.1 requires: send the header")
                 if not self._keys.required:
                     self._hosts.check(scope)
             except InferEngineError as error:

@@ -59,6 +59,7 @@ from inferengine.wire.curve import client_keys
 logger = logging.getLogger(__name__)
 
 FIRST_CONNECT_S = 0.5  # that a new front end waits for an engine before it accepts connections
+UNOFFERED = ("/v1/responses/compact",)  # OpenAI's, with a last part that would pass for an id
 ROUTES = (
     Route("/", index),
     Route("/v1/completions", completions, methods=["POST"]),
@@ -196,6 +197,8 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
+    if status == 405 and request.scope["path"] in UNOFFERED:
+        status, error = 404, HTTPException(404)
     if status == 405:
         allowed = (getattr(error, "headers", None) or {}).get("Allow", "")
         remedy = f": use {allowed}" if allowed else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,15 @@ def with_two_hosts(built: House, method: str, path: str, second: str = "evil.exa
 def test_two_host_headers_are_a_bad_request(served: House, second: str) -> None:
     for method, path in (("GET", "/health"), ("POST", "/v1/completions")):
         assert with_two_hosts(served, method, path, second) == (400, "invalid_request")
+
+
+@pytest.mark.parametrize(("version", "status"), [(b"1.1", b"400"), (b"1.0", b"200")])
+def test_a_host_header_is_required_since_http_1_1(served: House, version: bytes, status: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", served.http.base_url.port or 0), timeout=60) as connection:
+        connection.sendall(b"GET /health HTTP/%b\r\nConnection: close\r\n\r\n" % version)
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.split()[1] == status
+    assert (b'"param":"Host"' in answer) is (status == b"400")
 
 
 def test_a_page_of_another_origin_may_not_even_ask(served: House) -> None:

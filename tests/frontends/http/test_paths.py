@@ -38,3 +38,12 @@ def test_an_admins_path_is_one_however_it_is_spelled(served: House, path: str) -
 @pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/v1/models", "/v1/generate/x", "//"])
 def test_other_paths_stay_unknown(served: House, path: str) -> None:
     assert served.http.get(path).status_code in ({404} if path != "//" else {200, 404})
+
+
+def test_a_path_of_openai_that_is_not_offered_is_unknown_and_no_id(served: House) -> None:
+    """OpenAI's clients take 405 for a mistake of their own, and 404 for a server without the path."""
+    for path in ("/v1/responses/compact", "/responses/compact/"):
+        response = served.post(path, model="tiny", input="hi")
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["type"]) == (404, "not_found", "invalid_request_error")
+        assert "There is no such path" in error["message"]
