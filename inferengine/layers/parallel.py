@@ -28,7 +28,7 @@ from inferengine.layers.norm import Norm, RMSNorm
 KEY = "engine.tensor_parallel"
 UNITS = (128, 64, 32, 16, 8, 4, 2, 1)  # of a feed-forward block's width: groups of quantized weights stay whole
 ANY_WINDOW = 1  # of layers that are not those with full attention, where these differ
-VOCABULARY_UNIT = 16  # rows of the head: logits of each rank begin at multiples of it
+VOCABULARY_UNIT = 64  # rows of the head, for the kernels of a card: tiles are whole, and rows of logits aligned
 
 
 class Communicator(Protocol):
@@ -172,7 +172,7 @@ class Shard(NamedTuple):
 
     def vocabulary_rows(self, config: DecoderConfig) -> int:
         """Return the rows of the embedding and of the head on each rank, padding included."""
-        return -(-config.vocab_size // (self.size * VOCABULARY_UNIT)) * VOCABULARY_UNIT
+        return vocabulary_rows(config.vocab_size, self.size)
 
     def divide(self, config: DecoderConfig) -> DecoderConfig:
         """Return the configuration of this rank's part of the model: heads and width are its own, the rest is the
@@ -201,6 +201,11 @@ class Shard(NamedTuple):
             intermediate_sizes=tuple(self.width_of(width).size for width in config.intermediate_sizes),
             moe=moe,
         )
+
+
+def vocabulary_rows(vocab_size: int, num_ranks: int = 1) -> int:
+    """Return the rows of a padded embedding, and of the head, on each rank."""
+    return -(-vocab_size // (num_ranks * VOCABULARY_UNIT)) * VOCABULARY_UNIT
 
 
 class VocabularyParallelEmbedding(TokenEmbedding):
@@ -251,9 +256,7 @@ class VocabularyParallelHead(Head):
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
         assert self.communicator is not None  # only for counting bytes
         parts = self.communicator.all_gather(logits)  # [ranks, N, rows]
-        rows, vocab_size = parts.shape[2], self.span.whole
-        firsts = range(0, vocab_size, rows)
-        return torch.cat([parts[i, :, : min(rows, vocab_size - first)] for i, first in enumerate(firsts)], 1)
+        return parts.transpose(0, 1).flatten(1)[:, : self.span.whole]  # all padding is behind the last token
 
 
 class ParallelRMSNorm(nn.Module):
