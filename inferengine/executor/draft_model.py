@@ -38,6 +38,7 @@ from inferengine.layers.linear import GatedMLP, Linear
 from inferengine.models import registry, weights
 from inferengine.models.layer_kinds import one_layer_of_each_kind
 from inferengine.models.llama import Llama, LlamaLayer
+from inferengine.models.parallel import pad_vocabulary
 
 KEY = "speculation.draft_model"
 
@@ -141,6 +142,8 @@ class DraftModel:
         _, family = registry.read_model_config(folder)
         with torch.device("meta"):
             model = family.build(ops, config)
+        if ops.pads_vocabulary:
+            pad_vocabulary(model)
         weights.load_weights(model, family.weight_map(config), folder, dtype=dtype, device=self._device)
         weights.finish(model)
         self._model = model

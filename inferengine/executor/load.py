@@ -26,7 +26,7 @@ from inferengine.lora.bank import AdapterBank, AdapterFolder
 from inferengine.models import registry, weights
 from inferengine.models.decoder import DecoderModel, WeightMap
 from inferengine.models.hf_config import read_json
-from inferengine.models.parallel import divide, exchange
+from inferengine.models.parallel import divide, exchange, pad_vocabulary
 from inferengine.models.weights import check_weights
 from inferengine.quantization.apply import quantize
 from inferengine.quantization.checkpoints import layout_of
@@ -122,6 +122,8 @@ def load_model(
         random_weights=settings.random_weights,
         deterministic=settings.deterministic,
     )
+    if ops.pads_vocabulary:
+        pad_vocabulary(model)
     if settings.random_weights:
         weights.fill_random(model, dtype=dtype, device=settings.device, seed=settings.seed, packing=True)
         progress("making random weights", 1.0)

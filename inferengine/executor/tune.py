@@ -40,6 +40,7 @@ from inferengine.layers.latent import LatentAttention
 from inferengine.layers.layer_inputs import LayerInputGate, LayerInputs
 from inferengine.layers.linear import MLP, GatedMLP, Linear
 from inferengine.layers.moe import MoeMLP
+from inferengine.layers.parallel import vocabulary_rows
 from inferengine.models import registry
 from inferengine.models.decoder import DecoderModel
 
@@ -330,7 +331,7 @@ def keys_in(table: Any, settings: ExecutorSettings) -> set[Any]:
     config, family = registry.read_model_config(settings.folder)
     with torch.device("meta"):
         model = family.build(REFERENCE, config)
-    shapes = {(config.vocab_size, config.hidden_size)}
+    shapes = {(vocabulary_rows(config.vocab_size), config.hidden_size)}
     for layer, _ in _uses(model):
         if isinstance(layer, Linear):
             shapes.add((sum(layer.parts), layer.in_features))

@@ -44,6 +44,7 @@ class Ops:
     sample: Callable[..., torch.Tensor]
     token_logprobs: Callable[..., torch.Tensor]
     rows_of: Callable[..., torch.Tensor] | None = None  # of a packed embedding; None: none is packed
+    pads_vocabulary: bool = False  # products are faster whose outputs are a multiple of VOCABULARY_UNIT
     reads_codes: bool = False  # products take, besides tensors, inputs that other products of the table handed on
 
 

@@ -22,10 +22,16 @@ class TokenEmbedding(nn.Module):
         weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
         self.shape = (vocab_size, hidden_size)
         self.weight: nn.Parameter | None = weight  # None where `source` or `packed` stands for it
+        self.vocab_size = vocab_size  # rows of the weight behind these are padding
         self.scale, self.rounds_scale = scale, rounds_scale
         self.source: Any = None  # what a quantized checkpoint stores instead of `weight`
         self.packed: Any = None
         self.ops: Ops | None = None  # of a packed weight
+
+    def pad(self, num_rows: int) -> None:
+        """Let the weight have `num_rows` rows, those behind the tokens' for zeros. Before loading."""
+        if self.weight is not None:
+            self.weight = _padded(self.weight, num_rows)
 
     def finish(self) -> None:
         """Pack what a quantized checkpoint stores, once it is loaded."""
@@ -52,7 +58,11 @@ class TokenEmbedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final hidden states [N, E] -> logits [N, V]. With `tied` it reads the embedding's weight."""
+    """Final hidden states [N, E] -> logits [N, V]. With `tied` it reads the embedding's weight.
+
+    Where the weight has padding rows, the logits are a view of the product that leaves out their columns: nothing that
+    reads logits knows of padding, but their rows may lie further apart than V.
+    """
 
     def __init__(
         self,
@@ -71,6 +81,7 @@ class Head(nn.Module):
         self.weight = (
             None if tied is not None else nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
         )
+        self.vocab_size = vocab_size  # rows of the weight behind these are padding
         self.source: Any = None  # what a quantized checkpoint stores instead of `weight`
         self.packed: Any = None
 
@@ -78,6 +89,14 @@ class Head(nn.Module):
     def tied(self) -> TokenEmbedding | None:
         """The embedding whose weight this is."""
         return self._tied[0] if self._tied else None
+
+    def pad(self, num_rows: int) -> None:
+        """Let the weight have `num_rows` rows, that of the embedding where it is tied. Before loading. What a quantized
+        checkpoint stores instead of a weight stays as it is."""
+        if self.tied is not None:
+            self.tied.pad(num_rows)
+        elif self.weight is not None:
+            self.weight = _padded(self.weight, num_rows)
 
     def finish(self) -> None:
         """Pack the weight for the device, once it is loaded. A tied weight stays shared where the device reads the
@@ -94,17 +113,23 @@ class Head(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [N, V] of states [N, E]."""
-        return self._capped(self.ops.linear(hidden, self.packed, None))
+        return self._logits_of(self.ops.linear(hidden, self.packed, None))
 
     def of_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Compute the logits of norm(x)."""
         if not isinstance(norm, RMSNorm):
             return self.forward(norm(x))
-        return self._capped(self.ops.norm_linear(x, norm.gain, norm.eps, self.packed, None))
+        return self._logits_of(self.ops.norm_linear(x, norm.gain, norm.eps, self.packed, None))
 
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+    def _logits_of(self, product: torch.Tensor) -> torch.Tensor:
+        """Scale and cap the product, and leave out the padding: last, since whole tensors are scaled faster."""
         if self.scale is not None:
-            logits = logits.mul_(self.scale)
-        if self.softcap is None:
-            return logits
-        return self.ops.softcap(logits, self.softcap)
+            product = product.mul_(self.scale)
+        if self.softcap is not None:
+            product = self.ops.softcap(product, self.softcap)
+        return product if product.shape[1] == self.vocab_size else product[:, : self.vocab_size]
+
+
+def _padded(weight: nn.Parameter, num_rows: int) -> nn.Parameter:
+    """Return a parameter like `weight` with `num_rows` rows, without its values."""
+    return nn.Parameter(weight.new_empty(num_rows, weight.shape[1]), requires_grad=False)

@@ -206,7 +206,7 @@ class AdapterBank:
                     break
                 if (places := self._places(self._of_logits, number)) is not None:
                     made = functional.linear(norm(x.index_select(0, places)), weight)
-                    logits.index_copy_(0, places, made.to(logits.dtype))
+                    logits[:, : len(weight)].index_copy_(0, places, made.to(logits.dtype))  # the model's may be padded
             return logits
 
         def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

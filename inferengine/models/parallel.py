@@ -1,5 +1,6 @@
 """Divides a model that is still on `meta` among ranks: says of each parameter what this rank holds, before loading, and
-exchanges results, after loading. No family knows of it; it serves all that are built of the shared decoder."""
+exchanges results, after loading. Pads the vocabulary of one that is not divided. No family knows of it; it serves all
+that are built of the shared decoder."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from torch import nn
 from inferengine.errors import ConfigError
 from inferengine.layers.attention import Attention
 from inferengine.layers.decoder_config import DecoderConfig
+from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.latent import LatentAttention
 from inferengine.layers.linear import MLP, GatedMLP, Linear
 from inferengine.layers.moe import ExpertLinear, MoeMLP
@@ -23,6 +25,7 @@ from inferengine.layers.parallel import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
     summed,
+    vocabulary_rows,
 )
 from inferengine.models.decoder import DecoderModel
 from inferengine.models.llama import Llama
@@ -77,6 +80,15 @@ def divide(model: DecoderModel, config: DecoderConfig, shard: Shard, communicato
     model.embed = embed
 
 
+def pad_vocabulary(model: DecoderModel) -> None:
+    """Give the head of `model`, and the embedding that it is tied to, rows up to a multiple of VOCABULARY_UNIT, for a
+    device whose products are faster so. Loading fills them with zeros, and no logit of theirs leaves the head. Before
+    loading, and after `quantize`: a head that is stored in codes keeps its rows. A divided head is padded already."""
+    head = getattr(model, "head", None)
+    if isinstance(head, Head) and not isinstance(head, VocabularyParallelHead):
+        head.pad(vocabulary_rows(head.vocab_size))
+
+
 def _divide_latent(attention: LatentAttention, config: DecoderConfig, heads: DimensionRange) -> None:
     """Divide latent attention: every rank computes the latents, and the queries, keys and values of its own heads."""
     latent = config.latent
@@ -116,6 +128,10 @@ def cut_of(model: nn.Module, parameter: str, part: int | None) -> Cut | None:
         return Cut(0, (owner.held,), owner.held.whole)
     if isinstance(owner, VocabularyParallelEmbedding | VocabularyParallelHead | ParallelRMSNorm):
         return Cut(0, (owner.span,), owner.span.whole)
+    if isinstance(owner, TokenEmbedding | Head):
+        num_tokens = owner.vocab_size
+        is_padded = owner.weight is not None and owner.weight.shape[0] > num_tokens
+        return Cut(0, (DimensionRange(0, num_tokens, num_tokens),), num_tokens) if is_padded else None
     if isinstance(owner, HeadNorm) and owner.held is not None and len(owner.weight.shape) == 2:
         return Cut(0, (owner.held,), owner.held.whole)
     return None

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from inferengine.gguf.reader import SUFFIX, read_gguf
+from inferengine.layers.embedding import Head, TokenEmbedding
 from inferengine.layers.linear import Linear
 from inferengine.layers.moe import ExpertLinear
 from inferengine.layers.norm import HeadNorm
@@ -128,11 +129,16 @@ def fill_random(
     waiting = {linear: sum(1 for _ in linear.parameters()) for linear in later}
     for name in [name for name, _ in model.named_parameters()]:
         parameter, owner = memory.of(name), model.get_submodule(name.rpartition(".")[0])
-        if parameter.dim() == 1:
-            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+        data = parameter.data
+        if isinstance(owner, TokenEmbedding | Head) and (cut := cut_of(model, name, None)) is not None:
+            size = cut.spans[0].size
+            data, rest = data[:size], data[size:]
+            rest.zero_()
+        if data.dim() == 1:
+            data.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
-            parameter.data.copy_(parameter.data.bfloat16())
+            data.normal_(0.0, 0.02, generator=generator)
+            data.copy_(data.bfloat16())
         if isinstance(owner, Linear) and owner in waiting:
             waiting[owner] -= 1
             if not waiting[owner]:
@@ -272,7 +278,7 @@ class _Loader:
         if self.memory is not None:
             self.parameters[parameter] = self.memory.of(parameter)
             place = self._place(parameter, part)
-            if cut is not None and len(source) < len(place):  # a part of the vocabulary, padded
+            if cut is not None and len(source) < len(place):  # the vocabulary or a part of it, padded
                 place, rest = place[: len(source)], place[len(source) :]
                 rest.zero_()
             place.copy_(source.float().add_(1.0) if target.plus_one else source)

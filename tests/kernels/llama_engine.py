@@ -24,6 +24,7 @@ VOCAB = 64
 def save_llama(folder: Path, **sizes: int) -> None:
     """Save a Llama with random weights, as small as the kernels take it but for `sizes`."""
     smallest = {
+        "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 1,
@@ -32,7 +33,7 @@ def save_llama(folder: Path, **sizes: int) -> None:
         "head_dim": 16,
         "max_position_embeddings": 128,
     }
-    LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **{**smallest, **sizes})).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**{**smallest, **sizes})).save_pretrained(folder)
 
 
 def use_card_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,4 +306,5 @@ def table(device: torch.device, *, deterministic: bool = False) -> dict[str, Any
         "apply_masks": apply_masks,
         "sample": partial(sample, deterministic=deterministic),
         "token_logprobs": token_logprobs,
+        "pads_vocabulary": True,
     }
