@@ -51,11 +51,20 @@ def make_slots(num_slots: int, device: torch.device, vocab_size: int = VOCAB) ->
     )  # fmt: skip
 
 
+def with_padding(logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits as the head leaves them: a view that leaves out columns, which would win every draw here."""
+    num_rows, vocab_size = logits.shape
+    product = logits.new_full((num_rows, (vocab_size // 64 + 1) * 64), 1e4)
+    product[:, :vocab_size] = logits
+    return product[:, :vocab_size]
+
+
 def draw_both(
     logits: torch.Tensor, slots: SlotState, needs: int, repeats: int = 4 if torch.cuda.is_available() else 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw (kernel's ids, reference's ids) over several positions, on the rows of slots in reverse."""
-    num_rows = logits.shape[0]
+    """Draw (kernel's ids, reference's ids) over several positions, on the rows of slots in reverse. The kernel's logits
+    are a view of a padded product, the reference's lie end to end."""
+    num_rows, padded = logits.shape[0], with_padding(logits)
     rows = torch.arange(num_rows - 1, -1, -1, dtype=torch.int32, device=logits.device)
     actual, expected = [], []
     for repeat in range(repeats):
@@ -64,7 +73,7 @@ def draw_both(
         expected.append(reference.sample(logits.clone(), slots, rows, positions, needs))
         written = slots.tokens.clone()
         slots.tokens.copy_(before)
-        actual.append(sample(logits, slots, rows, positions, needs))
+        actual.append(sample(padded, slots, rows, positions, needs))
         assert torch.equal(slots.tokens[rows.long(), positions.long()], actual[-1].clamp_min(0))
         slots.tokens.copy_(written)
     return torch.cat(actual), torch.cat(expected)
