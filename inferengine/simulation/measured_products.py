@@ -32,6 +32,7 @@ from inferengine.simulation.cost_model import (
 CARD = "NVIDIA H200"
 CALIBRATED = "h200-llama-3.1-8b"
 CALIBRATED_SHAPE = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
+HEAD_UNIT = 64  # a head's rows on a card are padded to a multiple of it
 BYTES = 2  # of a weight, and of an element of K and V: the tables used here are for 16-bit models
 
 
@@ -54,7 +55,7 @@ class ProductTimes:
             _times(products, "GATED", 2 * inner, hidden),
             _times(products, "PARTS", hidden, inner),
         ]
-        self._head = _times(products, "LINEAR", shape.vocab_size, hidden)
+        self._head = _times(products, "LINEAR", -(-shape.vocab_size // HEAD_UNIT) * HEAD_UNIT, hidden)
 
     def seconds(self, rows: float, head_rows: float) -> float:
         """Return the seconds that all layers' products take with `rows` rows, and the head's with `head_rows`."""

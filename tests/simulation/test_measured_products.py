@@ -10,11 +10,13 @@ import pytest
 from benchmarks import shapes
 from benchmarks.calibrate import product_times
 from inferengine.errors import ConfigError
+from inferengine.layers.parallel import VOCABULARY_UNIT
 from inferengine.simulation.cost_model import StepShape, load_profile, shape_from_config
 from inferengine.simulation.measured_products import (
     CALIBRATED,
     CALIBRATED_SHAPE,
     CARD,
+    HEAD_UNIT,
     ProductTimes,
     profile_of_config,
     tuned_profile,
@@ -57,6 +59,13 @@ def test_times_between_measured_rows_lie_on_a_line_and_grow_in_proportion_beyond
     assert times.seconds(80, 1) == pytest.approx(middle)
     head = times.seconds(8192, 1) - times.seconds(4096, 1)
     assert times.seconds(16384, 1) > times.seconds(8192, 1) + head
+
+
+def test_the_product_of_a_head_is_that_of_its_padded_rows() -> None:
+    assert HEAD_UNIT == VOCABULARY_UNIT
+    products = product_times(CARD)
+    whole, short = (ProductTimes(CALIBRATED_SHAPE._replace(vocab_size=size), products) for size in (128256, 128200))
+    assert short.seconds(64, 64) == whole.seconds(64, 64)
 
 
 def test_a_model_whose_products_were_not_measured_is_refused_with_the_products_size() -> None:
