@@ -74,16 +74,26 @@ def without_sampled_load(results: Document) -> str:
     return compare_engines.markdown({**results, "rows": rows})
 
 
+def only(*models: str) -> Callable[[Document], str]:
+    """Return what formats some models of a comparison, as `without_sampled_load`: the others were measured again."""
+
+    def table(results: Document) -> str:
+        rows = [row for row in results["rows"] if row["model"] in models]
+        return without_sampled_load({**results, "rows": rows})
+
+    return table
+
+
 # By name: the results, and what makes a table of them.
 TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "comparison": ("compare-h200.json", comparison),
-    "shapes": ("compare-shapes-h200.json", without_sampled_load),
+    "shapes": ("compare-nine-h200.json", compare_engines.markdown),
     "mixtures": ("compare-moe-h200.json", without_sampled_load),
     "qwen3-30b-h100": ("compare-qwen-moe-h100.json", without_sampled_load),
     "gpt-oss-20b-h100": ("compare-gpt-oss-h100.json", without_sampled_load),
     "eight-h100": ("compare-eight-h100.json", without_sampled_load),
-    "more-h200": ("compare-more-h200.json", without_sampled_load),
-    "again-h200": ("compare-again-h200.json", without_sampled_load),
+    "more-h200": ("compare-more-h200.json", only("gemma-2-9b")),
+    "again-h200": ("compare-again-h200.json", only("llama-3.2-3b", "olmo-2-7b")),
     "two-h100": ("two-cards-large-h100.json", compare_engines.markdown),
     "steps-8b": ("kernels-h200.json", lambda results: step_table(results["models"]["llama-8b"])),
     "steps-0.6b": ("kernels-h200.json", lambda results: step_table(results["models"]["qwen-0.6b"])),
