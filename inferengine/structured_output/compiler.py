@@ -16,6 +16,7 @@ import ctypes
 import hashlib
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +38,7 @@ CACHE_BYTES = 128 * 1024 * 1024
 BYTES_PER_GRAMMAR = 64 * 1024  # measured resident cost of a small grammar
 GROWTH_BYTES_PER_S = 256 * 1024 * 1024  # measured of one that makes new states all the time
 MAX_GROWTH_BYTES = 32 * 1024 * 1024  # of MAX_LEXER_STATES small states
+TRIM_S = 1.0  # between two looks at how far the grammars in use have grown
 RETIRE_S = 1.0  # so much use may have made most of its states: the next request begins with fresh ones
 MAX_RESULTS = 4096
 OUTPUTS_PER_LEXER = 4
@@ -65,10 +67,15 @@ class CachedGrammar(NamedTuple):
 
 
 class GrammarCache:
-    """Compiled grammars, of which the least recently used is evicted first. Not thread-safe."""
+    """Compiled grammars, of which the least recently used is evicted first. Not thread-safe.
 
-    def __init__(self, num_bytes: int = CACHE_BYTES) -> None:
+    Entries grow while they are used, so what is too much is evicted when one is added and, at most each TRIM_S, when
+    one is used again."""
+
+    def __init__(self, num_bytes: int = CACHE_BYTES, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_bytes = num_bytes
+        self._clock = clock
+        self._trimmed_s = clock()
         self._entries: OrderedDict[bytes, list[CachedGrammar]] = OrderedDict()  # each with a lexer of its own
         self._results: OrderedDict[bytes, TrialResult] = OrderedDict()
 
@@ -89,6 +96,8 @@ class GrammarCache:
             self._entries.pop(key, None)
             return None
         self._entries.move_to_end(key)
+        if self._clock() - self._trimmed_s >= TRIM_S:
+            self.trim(fewest=1)
         return min(entries, key=lambda entry: len(entry.usage.outputs))
 
     def num_lexers(self, key: bytes) -> int:
@@ -105,8 +114,13 @@ class GrammarCache:
     def keep(self, key: bytes, entry: CachedGrammar) -> bool:
         """Add a compiled grammar. Returns whether others were evicted for it."""
         self._entries.setdefault(key, []).append(entry)
+        return self.trim()
+
+    def trim(self, *, fewest: int = 0) -> bool:
+        """Evict grammars until the others, or the `fewest` used last, fit. Returns whether any had to go."""
+        self._trimmed_s = self._clock()
         is_full = self.size > self.max_bytes
-        while self._entries and self.size > self.max_bytes:
+        while len(self._entries) > fewest and self.size > self.max_bytes:
             self._entries.popitem(last=False)
         return is_full
 

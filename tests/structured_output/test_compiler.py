@@ -12,7 +12,14 @@ import pytest
 from inferengine.config import LimitsConfig
 from inferengine.errors import InferEngineError, InvalidRequest
 from inferengine.structured_output.build import TRANSLATIONS
-from inferengine.structured_output.compiler import BYTES_PER_GRAMMAR
+from inferengine.structured_output.compiler import (
+    BYTES_PER_GRAMMAR,
+    MAX_GROWTH_BYTES,
+    TRIM_S,
+    CachedGrammar,
+    GrammarCache,
+)
+from inferengine.structured_output.matcher import GrammarUsage
 from inferengine.structured_output.spec import (
     GRAMMAR_KINDS,
     GrammarSpec,
@@ -172,6 +179,32 @@ def test_the_cache_is_bounded_in_bytes() -> None:
         small.compiler.compile(GrammarSpec("regex", f"x{index}"))
     assert 1 <= len(small.compiler.cache) <= 2_000_000 // BYTES_PER_GRAMMAR
     assert small.compiler.cache.size <= 2_000_000
+
+
+def test_grammars_that_grow_while_they_are_used_are_evicted_without_a_new_one() -> None:
+    now = [0.0]
+    cache = GrammarCache(3 * MAX_GROWTH_BYTES, clock=lambda: now[0])
+    entries = [CachedGrammar(object(), GrammarUsage(), BYTES_PER_GRAMMAR) for _ in range(10)]  # type: ignore[arg-type]
+    for index, entry in enumerate(entries):
+        cache.keep(bytes([index]), entry)
+    for entry in entries:  # all have made the most states that a lexer makes
+        entry.usage.seconds = 0.5
+    assert cache.entry(bytes([4])) is entries[4]
+    assert len(cache) == 10, "not looked at for each request"
+    now[0] += TRIM_S
+    assert cache.entry(bytes([4])) is entries[4]
+    assert cache.size <= cache.max_bytes
+    assert [index for index in range(10) if cache.num_lexers(bytes([index]))] == [4, 9]
+
+
+def test_a_grammar_that_is_asked_for_stays_however_large_it_is() -> None:
+    now = [0.0]
+    cache = GrammarCache(BYTES_PER_GRAMMAR, clock=lambda: now[0])
+    entry = CachedGrammar(object(), GrammarUsage(), BYTES_PER_GRAMMAR)  # type: ignore[arg-type]
+    cache.keep(b"", entry)
+    entry.usage.seconds = 0.5
+    now[0] += TRIM_S
+    assert cache.entry(b"") is entry
 
 
 def test_a_token_that_is_not_allowed_changes_nothing(vocabulary: Vocabulary) -> None:
