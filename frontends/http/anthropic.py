@@ -253,6 +253,8 @@ def tool_input(arguments: str) -> dict[str, Any]:
 class MessagesFormat:
     """Writes one choice as content blocks: a message object or its events."""
 
+    ends_with_usage = False  # `end` tells it
+
     def __init__(self, chat: ChatRequest, message_id: str) -> None:
         self._chat = chat
         self._id = message_id

@@ -645,6 +645,8 @@ class LineStream(EventStream):
 class OllamaFormat:
     """Writes one choice, in `message` (chat) or `response` (generate)."""
 
+    ends_with_usage = False  # `end` tells it
+
     def __init__(
         self, ask: _Ask, prompt: _Prompt, kind: Literal["message", "response"], *, tells_context: bool = False
     ):

@@ -74,6 +74,10 @@ class EventTemplate(NamedTuple):
 class Format(Protocol):
     """Writes a generation in the format of one route: as a stream of events, or as one document."""
 
+    @property
+    def ends_with_usage(self) -> bool:
+        """Whether the event that ends a choice carries the usage. Only such an event waits for the engine's."""
+
     def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the events of these pieces. A piece that adds nothing may have none."""
 
@@ -227,8 +231,8 @@ class EventStream(Response):
         """Send the events of all choices as they arrive. Returns the error of the first choice that fails."""
         generation, format, reader = self._generation, self._format, self._reader
         async for choice, pieces in generation.merged():
-            if len(generation.choices) == 1 and pieces[-1].is_last:
-                await choice.settle()  # its last event may carry the usage
+            if format.ends_with_usage and pieces[-1].is_last:
+                await choice.settle()
             if reader is None:
                 body = format.events(generation, choice, pieces)
             else:
@@ -276,6 +280,10 @@ def keep_alive() -> ServerSentEvent:
 
 class EventFormat(Protocol):
     """The part of Format that Relay uses."""
+
+    @property
+    def ends_with_usage(self) -> bool:
+        """Return what Format.ends_with_usage does."""
 
     def template(self, choice: ChoiceOutput) -> EventTemplate | None:
         """Return a template as Format.template does."""
@@ -360,9 +368,8 @@ class Relay:
         pieces = choice.read(delta, per_token=True, rest=self._rest)
         if pieces[-1].is_last:
             self._last = pieces[-1]
-            if choice.finish is None:
-                self._late = pieces
-                return b""
+            if choice.finish is None and self._format.ends_with_usage:
+                self._late, pieces = pieces[-1:], pieces[:-1]
         body = self._format.events(self._generation, choice, pieces)
         if template is None and choice.is_plain:
             self._template = self._format.template(choice)

@@ -199,7 +199,7 @@ class ChunkEncoder:
 
     def __init__(self, answer: AnswerMetadata, kind: str, num_choices: int) -> None:
         self._answer = answer
-        self._usage_at_end = num_choices == 1 and answer.streaming.stream_options is None
+        self.ends_with_usage = num_choices == 1 and answer.streaming.stream_options is None
         head = dumps({"id": answer.id, "object": kind, "created": answer.created, "model": answer.model})
         self.head = b"data: " + head[:-1] + b',"choices":['
         self.tail = b'],"usage":null}\n\n' if answer.streaming.include_usage else b"]}\n\n"
@@ -210,7 +210,7 @@ class ChunkEncoder:
         `extra`: fields beside `choices`. `num_later`: how many of the received tokens of this choice are in later
         chunks; usage does not count them yet.
         """
-        if self._usage_at_end and choice["finish_reason"] is not None:
+        if self.ends_with_usage and choice["finish_reason"] is not None:
             usage = generation.usage()
             shown = usage_object(usage._replace(completion_tokens=usage.completion_tokens - num_later))
             if generation.choices[0].finish is None:  # a stop string ended it here, and the engine did not answer
@@ -289,6 +289,11 @@ class CompletionFormat:
         )
         self._begun: set[int] = set()  # choices whose first chunk, with echo and prompt ids, has been written
         self._offsets: dict[int, TextOffsets] = {}
+
+    @property
+    def ends_with_usage(self) -> bool:
+        """Return what Format.ends_with_usage does."""
+        return self._chunks.ends_with_usage
 
     def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the chunks of these pieces, each with `text`; pieces without text may be left out."""
@@ -412,6 +417,11 @@ class ChatFormat:
         self._templates = _token_templates(answer, self._chunks, num_choices, b'"delta":{"content":', b"}")
         self._begun: set[int] = set()
         self._prompt_shown = not answer.extras.return_token_ids
+
+    @property
+    def ends_with_usage(self) -> bool:
+        """Return what Format.ends_with_usage does."""
+        return self._chunks.ends_with_usage
 
     def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the chunks of these pieces; before a choice's first one, a chunk with the role."""
@@ -537,6 +547,11 @@ class MessageFormat:
         self._include_reasoning = include_reasoning
         self._chunks = ChunkEncoder(answer, "chat.completion.chunk", num_choices)
         self._readers: list[MessageReader | None] = [None] * num_choices
+
+    @property
+    def ends_with_usage(self) -> bool:
+        """Return what Format.ends_with_usage does."""
+        return self._chunks.ends_with_usage
 
     def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the chunks of these pieces: the role first, then content, reasoning and tool calls as parsed."""

@@ -387,6 +387,8 @@ class ResponsesFormat:
     tools by the names that the model was shown. `log` gets every event of a response in the background.
     """
 
+    ends_with_usage = False  # `end` tells it
+
     def __init__(
         self,
         chat: ChatRequest,

@@ -32,6 +32,11 @@ class KeepingFormat:
         self._kept = kept
         self._outputs: dict[int, Output] = {}
 
+    @property
+    def ends_with_usage(self) -> bool:
+        """Return what Format.ends_with_usage does."""
+        return self._format.ends_with_usage
+
     def events(self, generation: RequestOutput, choice: ChoiceOutput, pieces: Sequence[Piece]) -> bytes:
         """Write the events of these pieces, and remember them."""
         self._outputs.setdefault(choice.index, Output(choice)).add(pieces)

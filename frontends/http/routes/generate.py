@@ -189,6 +189,8 @@ def _too_long_as_unprocessable(error: InferEngineError) -> InferEngineError:
 class InferFormat:
     """Writes one event for each token, also for tokens without text."""
 
+    ends_with_usage = False  # `end` tells it
+
     def __init__(self) -> None:
         self._finish_reason: str | None = None
 

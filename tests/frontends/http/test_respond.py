@@ -28,8 +28,9 @@ Send = Callable[[Message], Awaitable[None]]
 class Plain:
     """A format whose events are the text in brackets. `long_way`: how often it was asked to make them."""
 
-    def __init__(self, broken: str = "") -> None:
+    def __init__(self, broken: str = "", *, ends_with_usage: bool = False) -> None:
         self.long_way = 0
+        self.ends_with_usage = ends_with_usage
         self._broken = broken
 
     def template(self, choice: ChoiceOutput) -> EventTemplate:
@@ -212,6 +213,25 @@ def test_the_engines_account_of_a_choice_that_a_stop_string_ended(at_once: bool)
             line.collector.end(LENGTH)
         await line.choice.settle()
         assert line.choice.finish == LENGTH
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ends_with_usage", [False, True])
+def test_only_an_event_that_carries_the_usage_waits_for_the_engine(ends_with_usage: bool) -> None:
+    """The engine tells it a step later, or never. The text before that event does not wait."""
+
+    async def run() -> None:
+        socket = Socket()
+        line = Line(socket, Plain(ends_with_usage=ends_with_usage), stop=("fox",))
+        line.collector.add_tokens(ids(TEXT))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert line.running.done() is not ends_with_usage
+        assert socket.text == "the quick brown "
+        line.collector.end(LENGTH)
+        assert await line.running is None
+        assert (line.choice.finish == LENGTH) is ends_with_usage
 
     asyncio.run(run())
 
