@@ -194,9 +194,14 @@ class ChoiceOutput:
             return pieces
         return [self._piece(token_ids, delta.logprobs, finish)]
 
+    @property
+    def lacks_usage(self) -> bool:
+        """Whether a stop string ended it here and the engine's usage is not known."""
+        return self._ended and self.finish is None
+
     async def settle(self) -> None:
         """Wait for the engine's usage of a choice that a stop string ended here, at most USAGE_WAIT_S in all."""
-        if not self._ended or self.finish is not None:
+        if not self.lacks_usage:
             return
         wait_s, self._usage_wait_s = self._usage_wait_s, 0.0
         with contextlib.suppress(TimeoutError):
@@ -312,9 +317,9 @@ class RequestOutput:
         return outputs
 
     async def settle(self) -> None:
-        """Wait for the engine's usage of all choices. Call after the last piece and before `usage`."""
-        for choice in self.choices:
-            await choice.settle()
+        """Wait for the engine's usage of all choices at once. Call after the last piece and before `usage`."""
+        if late := [choice for choice in self.choices if choice.lacks_usage]:
+            await asyncio.gather(*(choice.settle() for choice in late))
 
     async def merged(self) -> AsyncIterator[tuple[ChoiceOutput, list[Piece]]]:
         """Yield the pieces of all choices, one for each token, in the order of their arrival."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from starlette.types import Message
 
 from frontends.common import generation
 from frontends.common.event_loop import Coalescer
-from frontends.common.generation import ChoiceOutput, Piece
+from frontends.common.generation import ChoiceOutput, Piece, RequestOutput
 from frontends.http import respond
 from frontends.http.respond import EventTemplate, KeepAlive, Relay
 from inferengine.client import Stream
@@ -232,6 +234,22 @@ def test_only_an_event_that_carries_the_usage_waits_for_the_engine(ends_with_usa
         line.collector.end(LENGTH)
         assert await line.running is None
         assert (line.choice.finish == LENGTH) is ends_with_usage
+
+    asyncio.run(run())
+
+
+def test_all_choices_wait_together_for_an_engine_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "USAGE_WAIT_S", 0.2)
+
+    async def run() -> None:
+        lines = [Line(Socket(), stop=("fox",)) for _ in range(20)]
+        for line in lines:
+            line.collector.add_tokens(ids(TEXT))
+            await line.running
+        request: Any = SimpleNamespace(choices=[line.choice for line in lines])
+        begin = time.monotonic()
+        await RequestOutput.settle(request)
+        assert 0.1 < time.monotonic() - begin < 2.0
 
     asyncio.run(run())
 
