@@ -312,6 +312,11 @@ CUT = [  # what a model wrote up to max_tokens, the text that is shown, and the 
     ("pythonic", "[f(x=1), get_w", "", [("f", '{"x": 1}')]),
     ("pythonic", '[f(x="Par', "", [("f", "")]),
     ("pythonic", "[1, 2", "[1, 2", []),
+    ("pythonic", "[1 (the first", "[1 (the first", []),  # a list of an answer
+    ("pythonic", "[0-9 (dig", "[0-9 (dig", []),
+    ("pythonic", '[2d-plot(x="Par', "", [("2d-plot", "")]),
+    ("pythonic", "<|python_start|>[2d-plot(x", "", [("2d-plot", "")]),
+    ("pythonic", "[f(x=1), 2d-plot(", "", [("f", '{"x": 1}'), ("2d-plot", "")]),
     ("qwen3_coder", "<tool_call>\n<function=get_w", "", []),
     ("qwen3_coder", "<tool_call>\n<func", "", []),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n", "", [("f", '{"x": 1')]),

@@ -125,7 +125,7 @@ class PythonicParser:
             parts.append(Content(text))
 
     def _finish(self, parts: list[Part], *, cut: bool) -> None:
-        if cut and self._state == "call":
+        if cut and self._state == "call" and (self._num_calls or _is_begun(self._first, "".join(self._held))):
             parts.append(CallDelta(self._num_calls, "".join(self._held).partition("(")[0], ""))
         elif cut and (self._state == "between" or _is_marked("".join(self._held).lstrip())):
             return  # a call was to come
@@ -140,6 +140,17 @@ class PythonicParser:
 def _is_marked(text: str) -> bool:
     """Return whether an output that was cut off begins with the mark, or with its beginning."""
     return text.startswith(START) or (text != "" and START.startswith(text))
+
+
+def _is_begun(before: str, held: str) -> bool:
+    """Return whether the first call of an output that was cut off is one. `before`: the output up to its bracket;
+    `held`: the call.
+
+    Prose often begins with a number and a bracket: `[1 (the first`. So a name without a letter at its begin needs the
+    beginning of an argument, or the mark before it."""
+    name, _, arguments = held.partition("(")
+    is_named = name[0].isalpha() or name[0] == "_"
+    return is_named or _is_marked(before.lstrip()) or _ARGUMENT.match(arguments) is not None
 
 
 def _call(text: str) -> tuple[str, str] | None:
