@@ -331,7 +331,8 @@ def keys_in(table: Any, settings: ExecutorSettings) -> set[Any]:
     config, family = registry.read_model_config(settings.folder)
     with torch.device("meta"):
         model = family.build(REFERENCE, config)
-    shapes = {(vocabulary_rows(config.vocab_size), config.hidden_size)}
+    head_rows = (config.vocab_size, vocabulary_rows(config.vocab_size))  # a head that is stored in codes has no padding
+    shapes = {(rows, config.hidden_size) for rows in head_rows}
     for layer, _ in _uses(model):
         if isinstance(layer, Linear):
             shapes.add((sum(layer.parts), layer.in_features))

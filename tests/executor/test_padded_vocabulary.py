@@ -315,8 +315,11 @@ def test_a_gguf_file_gives_the_tokens_that_it_gives_without_padding(case: str, t
     assert Engine(path).generate(prompts, 12) == unpadded_engine(path).generate(prompts, 12)
 
 
-def test_measurements_are_looked_up_by_the_padded_head(llama: Checkpoint) -> None:
-    keys = [ProductKey(Operands.DENSE, Product.LINEAR, width, 48) for width in (131, 192, 256)]
+def test_measurements_are_looked_up_by_the_rows_of_the_head(llama: Checkpoint) -> None:
+    """They are padded, or of a checkpoint whose head is stored in codes those of the vocabulary."""
+    dense, codes = Operands.DENSE, Operands.BLOCK_CODES
+    found, other = [(dense, 192), (codes, 131)], [(dense, 256), (codes, 256)]
+    keys = [ProductKey(operands, Product.LINEAR, width, 48) for operands, width in found + other]
     config = Config().with_values(model={"path": str(llama.folder)})
     table: Any = SimpleNamespace(entries=dict.fromkeys(keys), choices={})
-    assert keys[1] in tune.keys_in(table, executor_settings(config))
+    assert tune.keys_in(table, executor_settings(config)) == {*keys[: len(found)]}
