@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 from inferengine.errors import ConfigError
 
-POOLED = {
+POOLED = {  # by what 1_Pooling/config.json calls it: a key that is true, or since version 5.4 a value of one key
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
+    "lasttoken": "last",
+    "mean": "mean",
+    "cls": "cls",
 }
 AROUND = ("Transformer", "Normalize", "LogitScore")  # whose files say nothing that is needed
 ACTIVATIONS = {"torch.nn.modules.linear.Identity": "", "torch.nn.modules.activation.Tanh": "tanh"}
@@ -37,7 +40,7 @@ class EmbeddingModules(NamedTuple):
 
 def read_embedding_modules(folder: Path) -> EmbeddingModules:
     """Read modules.json and the files of its modules. Raises ConfigError for what is not computed."""
-    listed, places = folder / "modules.json", [folder / "1_Pooling" / "config.json"]
+    listed, place = folder / "modules.json", folder / "1_Pooling" / "config.json"
     dense: list[DenseModule] = []
     seen: list[str] = []
     try:
@@ -45,15 +48,14 @@ def read_embedding_modules(folder: Path) -> EmbeddingModules:
             kind, path = str(module["type"]).rpartition(".")[2], Path(str(module["path"]))
             is_beside = path.name == str(path)  # no other folder is read
             if kind == "Pooling" and is_beside:
-                places.insert(0, folder / path / "config.json")
+                place = folder / path / "config.json"
             elif kind == "Dense" and is_beside and "Pooling" in seen and "Normalize" not in seen:
                 dense.append(_dense(folder / path))
             elif kind not in (*AROUND, "Pooling"):
                 raise _not_pooled(f"modules.json has a module {kind} that is not computed")
             seen.append(kind)
-        place = next((place for place in places if place.is_file()), None)
-        values = {} if place is None else json.loads(place.read_text(encoding="utf-8"))
-        modes = [name for name, is_on in values.items() if name.startswith("pooling_mode_") and is_on is True]
+        is_said = "Pooling" in seen or place.is_file()
+        modes = _modes(json.loads(place.read_text(encoding="utf-8"))) if is_said else []
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise _not_pooled(f"modules.json, or a file that it names, cannot be read ({type(error).__name__})") from None
     if len(modes) > 1 or (modes and modes[0] not in POOLED):
@@ -61,9 +63,20 @@ def read_embedding_modules(folder: Path) -> EmbeddingModules:
     return EmbeddingModules(POOLED[modes[0]] if modes else None, tuple(dense))
 
 
+def _modes(values: dict[str, Any]) -> list[str]:
+    """Return the names of all poolings that 1_Pooling/config.json asks for; the mean is what it need not say."""
+    newer = values.get("pooling_mode")
+    if newer is not None:
+        return [str(name) for name in (newer if isinstance(newer, list) else [newer])]
+    return [name for name, is_on in values.items() if name.startswith("pooling_mode_") and is_on is True] or ["mean"]
+
+
 def _dense(folder: Path) -> DenseModule:
     values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sizes = values["in_features"], values["out_features"]
+    for name in ("module_input_name", "module_output_name"):
+        if values.get(name) not in (None, "sentence_embedding"):
+            raise _not_pooled(f"{folder.name}/config.json has {name} = {values[name]}, which is not computed")
     if any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError("a size that is no whole number")
     name = str(values.get("activation_function", "torch.nn.modules.activation.Tanh"))  # sentence-transformers' default

@@ -38,14 +38,13 @@ HARMLESS = frozenset((
     "id2label", "init_std", "initializer_range", "is_decoder", "is_encoder_decoder", "is_llama_config",
     "keys_to_ignore_at_inference", "label2id", "layerdrop", "length_penalty", "max_length", "max_sequence_length",
     "max_window_layers", "min_length", "model_max_length", "model_type", "n_ctx", "no_repeat_ngram_size",
-    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_past",
-    "output_scores", "pad_token_id", "predict_special_tokens", "prefix", "pretraining_tp", "problem_type",
-    "remove_invalid_values", "repetition_penalty", "resid_pdrop", "residual_dropout", "return_dict",
+    "num_beam_groups", "num_beams", "num_labels", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "output_past", "output_scores", "pad_token_id", "predict_special_tokens", "prefix", "pretraining_tp",
+    "problem_type", "remove_invalid_values", "repetition_penalty", "resid_pdrop", "residual_dropout", "return_dict",
     "return_dict_in_generate", "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
     "summary_type", "summary_use_proj", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
-    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
-    "use_return_dict",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version",
+    "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache", "use_return_dict",
 ))
 # Words of keys that say what a model computes. A word of a key counts where it begins with one of these.
 MATHEMATICAL = (

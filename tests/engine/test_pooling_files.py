@@ -44,6 +44,11 @@ def folder_of(
             "last",
         ),
         (MEAN, ["Transformer", "Pooling"], "mean"),
+        ({"pooling_mode": "mean", "embedding_dimension": 8, "include_prompt": True}, None, "mean"),  # since 5.4
+        ({"pooling_mode": "cls"}, ["Transformer", "Pooling"], "cls"),
+        ({"pooling_mode": ["lasttoken"]}, None, "last"),
+        ({"word_embedding_dimension": 8}, ["Transformer", "Pooling"], "mean"),
+        ({"pooling_mode_cls_token": False}, None, "mean"),
     ],
 )
 def test_pooling_is_the_models_own(pooling: Any, modules: Any, found: str, tmp_path: Path) -> None:
@@ -59,6 +64,9 @@ def test_pooling_stands_where_the_modules_say(tmp_path: Path) -> None:
     [
         (MAX, None, "asks for pooling_mode_max_tokens"),
         (LAST | MEAN, None, "asks for pooling_mode_lasttoken, pooling_mode_mean_tokens"),
+        ({"pooling_mode": ["cls", "mean"]}, None, "asks for cls, mean"),
+        ({"pooling_mode": "weightedmean"}, None, "asks for weightedmean"),
+        (None, ["Transformer", "Pooling"], "cannot be read"),
         (LAST, ["Transformer", "Pooling", "WordWeights"], "a module WordWeights that is not computed"),
         (LAST, ["Transformer", "Dense", "Pooling"], "a module Dense that is not computed"),
     ],

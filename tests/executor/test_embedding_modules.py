@@ -114,3 +114,15 @@ def test_what_does_not_fit_is_refused_and_named(
     with pytest.raises(ConfigError, match=words) as caught:
         Engine(folder)
     assert caught.value.field == "model.pooling"
+
+
+def test_layers_of_other_vectors_than_the_pooled_one_are_refused(checkpoint: tuple[Path, Any]) -> None:
+    folder, _ = checkpoint
+    write_modules(folder, make_layers(HIDDEN, 20), "torch.nn.modules.linear.Identity")
+    file = folder / "2_Dense" / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({**values, "module_input_name": "sentence_embedding"}))
+    assert Engine(folder).capacity.embedding_size == 20
+    file.write_text(json.dumps({**values, "module_input_name": "token_embeddings"}))
+    with pytest.raises(ConfigError, match="module_input_name = token_embeddings"):
+        Engine(folder)

@@ -42,6 +42,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+def change(folder: Path, values: dict[str, Any]) -> None:
+    """Set keys of config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
 def make(name: str, folder: Path) -> Any:
     """Save transformers' model with seeded random weights; its biases and norms are random too."""
     config_class, model_class, values = CASES[name]
@@ -165,6 +171,34 @@ def test_classifiers_of_several_labels_are_refused(kind: str, tmp_path: Path) ->
         dry_run(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("values", "is_served"),
+    [
+        ({"num_labels": 1}, True),
+        ({"num_labels": 1, "id2label": {"0": "no", "1": "yes"}}, True),
+        ({"num_labels": 2, "id2label": {"0": "score"}}, False),
+        ({}, False),
+    ],
+)
+def test_num_labels_counts_the_labels_before_their_names(
+    values: dict[str, Any], is_served: bool, tmp_path: Path
+) -> None:
+    make_reranker(tmp_path)
+    change(tmp_path, {"id2label": None, "label2id": None, **values})
+    assert transformers.AutoConfig.from_pretrained(tmp_path).num_labels == (1 if is_served else 2)
+    if is_served:
+        assert dry_run(tmp_path) > 0
+    else:
+        with pytest.raises(ConfigError, match="one label"):
+            dry_run(tmp_path)
+
+
+def test_num_labels_of_a_model_without_a_head_is_passed_over(tmp_path: Path) -> None:
+    make("bert", tmp_path)
+    change(tmp_path, {"num_labels": 3})
+    assert dry_run(tmp_path) > 0
+
+
 def test_a_pooler_old_buffers_and_a_prefix_are_passed_over(tmp_path: Path) -> None:
     make("bert", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -183,11 +217,25 @@ def test_a_pooler_old_buffers_and_a_prefix_are_passed_over(tmp_path: Path) -> No
         ({"is_decoder": True}, "is_decoder"),
         ({"hidden_act": "silu"}, "hidden_act"),
         ({"num_attention_heads": 5}, "does not divide"),
+        ({"model_type": "electra"}, "none of bert, roberta, xlm-roberta"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(values: dict[str, Any], words: str, tmp_path: Path) -> None:
     make("bert", tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    change(tmp_path, values)
+    with pytest.raises(ConfigError, match=words):
+        dry_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"pad_token_id": None}, "pad_token_id is null"),
+        ({"pad_token_id": 63}, "max_position_embeddings = 64 leaves none"),
+    ],
+)
+def test_robertas_positions_need_a_padding_to_begin_behind(values: dict[str, Any], words: str, tmp_path: Path) -> None:
+    make("roberta", tmp_path)
+    change(tmp_path, values)
     with pytest.raises(ConfigError, match=words):
         dry_run(tmp_path)

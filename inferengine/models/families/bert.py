@@ -19,6 +19,7 @@ from inferengine.models.hf_config import ConfigReader, refused
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 KINDS = ("weight", "bias")
+MODEL_TYPES = ("bert", "roberta", "xlm-roberta")
 UNREAD = (  # of training, of a head, of a pooler that no code has, and of sentence-transformers
     "attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout", "tie_word_embeddings",
     "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
@@ -40,6 +41,8 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     """Read config.json."""
     hidden_size, num_heads = config.integer("hidden_size", 768), config.integer("num_attention_heads", 12)
     num_layers, model_type = config.integer("num_hidden_layers", 12), config.text("model_type")
+    if model_type not in MODEL_TYPES:
+        raise refused(f"{config.where}: model_type = {model_type!r} is none of {', '.join(MODEL_TYPES)}")
     if hidden_size % num_heads:
         raise refused(f"{config.where}: hidden_size does not divide among num_attention_heads = {num_heads}")
     config.expect("position_embedding_type", "absolute")
@@ -49,8 +52,9 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     for name in UNREAD:
         config.value(name)
     token_types, scores = config.integer("type_vocab_size", 2), _scores(config)
-    pad = config.integer("pad_token_id", 0 if model_type == "bert" else 1, least=0)
-    unused = 0 if model_type == "bert" else pad + 1  # RoBERTa's positions begin behind that of the padding
+    unused, positions = _unused_positions(config, model_type), config.integer("max_position_embeddings", 512)
+    if positions <= unused:
+        raise refused(f"{config.where}: max_position_embeddings = {positions} leaves none behind the padding's")
     return DecoderConfig(
         model_type=model_type,
         vocab_size=config.integer("vocab_size", 30_522),
@@ -60,7 +64,7 @@ def read_config(config: ConfigReader) -> DecoderConfig:
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
-        max_position=config.integer("max_position_embeddings", 512) - unused,
+        max_position=positions - unused,
         norm_eps=config.number("layer_norm_eps", 1e-12, zero=True),
         windows=(None,) * num_layers,
         attention_scale=(hidden_size // num_heads) ** -0.5,
@@ -80,14 +84,26 @@ def read_config(config: ConfigReader) -> DecoderConfig:
     )
 
 
+def _unused_positions(config: ConfigReader, model_type: str) -> int:
+    """Return how many positions no token has: RoBERTa's begin behind that of the padding."""
+    pad = config.integer("pad_token_id", 0 if model_type == "bert" else 1, least=0)
+    if model_type == "bert":
+        return 0
+    if config.values.get("pad_token_id", pad) is None:
+        raise refused(f"{config.where}: pad_token_id is null, and positions begin behind it: set it, as 1 is usual")
+    return pad + 1
+
+
 def _scores(config: ConfigReader) -> bool:
     """Return whether a head gives one number for a text or a pair of texts. Raises ConfigError for several classes."""
     names = config.value("architectures")
     if not (isinstance(names, list) and names and str(names[0]).endswith("ForSequenceClassification")):
         return False
-    labels = config.value("id2label")
+    named, count = config.value("id2label"), config.value("num_labels")  # the second wins, as in transformers
     config.value("label2id"), config.value("problem_type")
-    if not isinstance(labels, dict) or len(labels) != 1:
+    if count is None:
+        count = len(named) if isinstance(named, dict) else 2
+    if type(count) is not int or count != 1:
         raise refused(f"{config.where}: only a head with one label is served, as rerankers have")
     return True
 
