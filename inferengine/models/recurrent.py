@@ -10,6 +10,7 @@ on `meta` with transformers' own cache: nothing about a model is listed here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from inferengine.layers.decoder_config import StateTensor
@@ -267,6 +270,26 @@ def chunk_size_for(length: int) -> int:
     return min(LONGEST_CHUNK, max(SHORTEST_CHUNK, 1 << (length - 1).bit_length()))
 
 
+class _TimeSteps(TorchFunctionMode):
+    """Keeps the time steps of Mamba 2 within their limits, inside the context. transformers limits those of several
+    tokens, and forgets to where it computes one."""
+
+    def __init__(self, limits: tuple[float, float]) -> None:
+        super().__init__()
+        self.limits = limits
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return output.clamp(*self.limits) if func is functional.softplus else output
+
+
+def _limits_of(module: nn.Module) -> tuple[float, float] | None:
+    """Return the limits of a module's time steps; None: it has none that matter."""
+    found = getattr(module, "time_step_limit", None)
+    limits = None if found is None else (float(found[0]), float(found[1]))
+    return None if limits is None or (limits[0] <= 0 and limits[1] == math.inf) else limits
+
+
 class RecurrentStates:
     """The states of all slots and snapshots, and the calls of the modules that use them. `cache` is what the model is
     given."""
@@ -330,7 +353,7 @@ class RecurrentStates:
 
     def _in_pieces(self, module: nn.Module, forward: Callable[..., Any], layers: tuple[int, ...]) -> Callable[..., Any]:
         """Wrap a module's `forward` for the row of a step: it is called for each piece."""
-        longest = getattr(module, "chunk_size", None)
+        longest, limits = getattr(module, "chunk_size", None), _limits_of(module)
 
         def call(*args: Any, **options: Any) -> Any:
             step = self._pieces
@@ -344,7 +367,8 @@ class RecurrentStates:
                 if self._probes:
                     self._probe(lambda: forward(*own, **named), piece, layers)  # noqa: B023  called at once
                 is_part = len(piece.tokens) < step.num_tokens or step.order is not None
-                with self._states_of(piece, layers), self.part(piece.tokens) if is_part else nullcontext():
+                limited = nullcontext() if limits is None or piece.length > 1 else _TimeSteps(limits)
+                with self._states_of(piece, layers), self.part(piece.tokens) if is_part else nullcontext(), limited:
                     outputs.append(forward(*own, **named))
             return step.joined(outputs)
 

@@ -52,7 +52,7 @@ CASES = {
                                        "num_dense_layers": 1}),
     "nemotron-h, experts without a gate": Case("NemotronHConfig", {
         **SMALL, "num_hidden_layers": 5, "head_dim": 10, "mamba_num_heads": 12, "mamba_head_dim": 10, "n_groups": 2,
-        "time_step_min": 1e-9,  # of prompts alone: transformers' decodes have no least step
+        "time_step_min": 0.3,
         "ssm_state_size": 16, "chunk_size": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3,
         "topk_group": 2, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20,
         "layer_types": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]}),
@@ -65,6 +65,11 @@ CASES = {
                                  within=1e-3),  # a last digit of the weights moves the reference by 1.2e-4
     "mamba2, no attention": Case("Mamba2Config", {**BARE_MAMBA, "num_heads": 12, "head_dim": 8, "n_groups": 2,
                                                   "chunk_size": 16}),
+    "mamba2, limited time steps": Case("Mamba2Config", {**BARE_MAMBA, "num_heads": 12, "head_dim": 8, "n_groups": 2,
+                                                        "chunk_size": 16, "time_step_limit": (0.05, 0.5)}),
+    "falcon-h1, limited time steps": Case("FalconH1Config", {**SMALL, **MAMBA2, "num_hidden_layers": 2,
+                                                             "mamba_d_ssm": 120, "time_step_limit": (0.5, 1.0),
+                                                             "ssm_multipliers": [0.3, 1.0, 1.5, 0.7, 2.0]}),
     "mamba, no attention, token by token": Case("MambaConfig", BARE_MAMBA),
 }  # fmt: skip
 
@@ -79,6 +84,12 @@ def test_tokens_and_logprobs_are_transformers(name, tmp_path):
     assert engine.core.scheduler.stats.num_preemptions > 0
     caches_prefixes = engine.core.scheduler.stats.num_cached_tokens > 0
     assert caches_prefixes is not ("token by token" in name)
+
+
+def test_weights_are_as_they_are_stored_where_training_rescaled_them(tmp_path):
+    """transformers' own loading divides them by the root of the number of layers."""
+    model = model_of("Mamba2Config", {**CASES["mamba2, no attention"].values, "rescale_prenorm_residual": True})
+    compare(save(model, tmp_path), model, CASES["mamba2, no attention"])
 
 
 @pytest.fixture(scope="module")
