@@ -59,6 +59,8 @@ WITHOUT_EFFECT = frozenset((  # arguments that the attention may be passed
 # fmt: on
 FAR = (0, 1, 2, 7, 100, 5000, 100_003)  # positions at which a mask is compared with what it is taken for
 OWN_ATTENTION = "its attention does not use transformers' attention interface"
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+MOST_LAYERS = 512  # each takes transformers milliseconds, several times, before the first tensor shows that it exists
 TOKENS, POSITIONS = (7, 3, 11, 5), (5, 2, 9, 4)  # that `verify` computes together and apart
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}  # of `verify`, relative
 
@@ -187,8 +189,10 @@ def _number(value: Any) -> Any:
 
 def read_config(config: ConfigReader) -> TransformersConfig:
     """Read config.json with transformers, and record what the model asks of its attention. Raises ConfigError."""
-    for name in config.values:
+    for name, value in config.values.items():
         config.value(name)
+        if name in LAYER_COUNTS and isinstance(value, (int, float)) and value > MOST_LAYERS:
+            raise refused(f"{config.where}: {name} must be at most {MOST_LAYERS}; got {value}")
     values = {name: value for name, value in config.values.items() if name != "quantization_config"}
     return _read(json.dumps(values, sort_keys=True), config.dtype())
 
@@ -455,8 +459,10 @@ class TransformersLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map inputs [..., in] to outputs [..., out]."""
-        rows = x.reshape(-1, self.in_features).contiguous()  # some models transpose before a product (Mamba)
-        return super().forward(rows).view(*x.shape[:-1], -1)
+        count = math.prod(x.shape[:-1])
+        rows = x.reshape(count, self.in_features).contiguous()  # some models transpose before a product (Mamba)
+        out = super().forward(rows)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class PagedAttention(CachedAttention):

@@ -191,6 +191,22 @@ def test_what_the_paged_attention_cannot_compute_is_refused(config, values, reas
         registry.read_model_config(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_block_without_width_adds_nothing(tmp_path):
+    """AFMoE without shared experts still has their modules."""
+    values = {"num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    case = Case("AfmoeConfig", {**BARE, **values, "sliding_window": 12, "num_shared_experts": 0})
+    model = model_of(case.config, case.values)
+    compare(save(model, tmp_path), model, case)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_layers"])
+def test_more_layers_than_any_model_has_are_refused_before_one_is_built(name):
+    values = transformers.HeliumConfig().to_dict() | {"architectures": ["HeliumForCausalLM"], name: 1_000_000_000}
+    with pytest.raises(ConfigError, match=f"{name} must be at most 512; got 1000000000"):
+        registry.config_of(values, registry.family(values))
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -114,9 +114,9 @@ def pack_linear(weight: torch.Tensor) -> Any:
 
     At small batches a matrix product is as fast as its weight is read. A weight that half precision holds exactly (any
     checkpoint stored as bf16 or fp16) is kept so and widened in registers, products and sums staying fp32: twice as
-    fast as fp32 weights. Others are reordered for oneDNN.
+    fast as fp32 weights. Others are reordered for oneDNN. Neither takes one without values (a block of width 0).
     """
-    if weight.dtype != torch.float32:
+    if weight.dtype != torch.float32 or not weight.numel():
         return weight
     if "fbgemm" in torch.backends.quantized.supported_engines and _half_is_exact(weight):
         return torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), None)
