@@ -58,9 +58,9 @@ MATHEMATICAL = (
     "top", "untie", "use", "value", "vocab", "weight", "width", "window", "yarn",
 )
 # fmt: on
-LAYER_COUNTS = ("num_hidden_layers", "n_layer")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MOST = 2**40  # of any count or size; torch counts elements up to 2^63
-MOST_LAYERS = 4096  # each is built before the first tensor shows whether it exists
+MOST_LAYERS = 512  # each is built, by transformers in milliseconds, before the first tensor shows whether it exists
 DTYPES = ("float32", "float16", "bfloat16")
 
 

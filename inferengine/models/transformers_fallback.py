@@ -40,7 +40,7 @@ from inferengine.layers.decoder_config import DecoderConfig, MoeConfig
 from inferengine.layers.linear import Linear
 from inferengine.layers.moe import RoutedExperts
 from inferengine.models.decoder import DecoderModel, PartOfStep, Target, WeightMap
-from inferengine.models.hf_config import ConfigReader, refused
+from inferengine.models.hf_config import LAYER_COUNTS, MOST_LAYERS, ConfigReader, refused
 from inferengine.models.table import nearest
 from inferengine.models.weights import LAYER
 
@@ -59,8 +59,6 @@ WITHOUT_EFFECT = frozenset((  # arguments that the attention may be passed
 # fmt: on
 FAR = (0, 1, 2, 7, 100, 5000, 100_003)  # positions at which a mask is compared with what it is taken for
 OWN_ATTENTION = "its attention does not use transformers' attention interface"
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-MOST_LAYERS = 512  # each takes transformers milliseconds, several times, before the first tensor shows that it exists
 TOKENS, POSITIONS = (7, 3, 11, 5), (5, 2, 9, 4)  # that `verify` computes together and apart
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.2}  # of `verify`, relative
 

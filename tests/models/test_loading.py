@@ -223,7 +223,7 @@ def test_an_index_names_no_file_outside_the_folder(tmp_path):
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"quantization_config": {"quant_method": "awesome"}}, "quantization_config"),
         ({"residual_multiplier": 0.22}, "residual_multiplier = 0.22"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096; got 1000000000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 512; got 1000000000"),
         ({"intermediate_size": 10**30}, "intermediate_size must be at most 1099511627776"),
         ({"num_hidden_layers": "three"}, "num_hidden_layers must be a whole number"),
         ({"vocab_size": None}, "vocab_size is missing"),
